@@ -81,7 +81,7 @@ def test_a_sign_is_new_when_it_differs():
         ([Ending(0)], False, [4], 0),
         ([Ending(137, (2,)), Ending(0)], False, [4, 4], 0),
         ([Ending(137, (2,)), Ending(75, (0, 1)), Ending(0)], True, [4, 3, 1], 0),
-        ([Ending(1, (0, 1, 2, 3))] * 3, True, [4, 1, 1], 1),
+        ([Ending(1, (0, 1, 2, 3))] * 3, True, [4, 4, 4], 1),
         ([Ending(130, (), True)], False, [4], 130),
     ],
 )
