@@ -48,8 +48,8 @@ class Run:
             if not ending.status or ending.is_asked_for or not remaining:
                 return ending.status
             if self.is_elastic:
-                left = launch.processes - len(ending.gone)  # none where all have failed alike, as of a batch's rows
-                launch = replace(launch, processes=left or launch.processes)
+                healthy = launch.processes - len(ending.gone)  # none where all have failed alike, as of a batch's rows
+                launch = replace(launch, processes=healthy or launch.processes)
             many = f"{launch.processes} process{'es' if launch.processes > 1 else ''}"
             err.write(f"autopar run: starts again with {many}, and may {remaining - 1} more times\n")
             err.flush()
