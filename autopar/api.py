@@ -135,7 +135,12 @@ class ParallelFunction(Generic[Params, Result]):
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._fun(*args, **kwargs)
-        return self.compilations.run(args, kwargs)
+        try:
+            return self.compilations.run(args, kwargs)
+        except Exception as error:
+            if reason := self.signature.unusable(args, kwargs, error):
+                error.add_note(f"  {reason}")
+            raise
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...

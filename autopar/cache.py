@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import os
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -24,6 +23,7 @@ from autopar.errors import ArgumentError, check_folder, explain
 from autopar.frontend import Traced
 from passes.cluster import Cluster
 from passes.errors import PlanningError
+from passes.files import write_whole
 from passes.ir import Graph, Node
 from passes.plan import SCHEMA, AnyPlan, Operator, plan_from_json
 from passes.plan import json as plan_json
@@ -111,15 +111,11 @@ class PlanCache:
         if plan.is_interrupted:
             return
         path = self.path(key)
-        part = path.with_name(f".{path.stem}.{uuid.uuid4().hex}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(_entry(key, plan, how or {}), encoding="utf-8")
-            os.replace(part, path)
+            write_whole(path, _entry(key, plan, how or {}).encode())
         except OSError as error:
             warnings.warn(f"{path}: the plan is not kept in the cache: {error.strerror}", stacklevel=2)
-        finally:
-            _discard(part)
 
 
 def checked_cache(cache: Any) -> PlanCache | None:
@@ -191,14 +187,6 @@ def _entry_of(text: str, key: Key) -> tuple[AnyPlan, plan_json.Fields]:
 
 def _ignored(path: Path, why: str) -> None:
     warnings.warn(f"{path}: this plan in the cache is ignored, and replaced by a new one: {why}", stacklevel=3)
-
-
-def _discard(part: Path) -> None:
-    """Deletes a file that was not finished, if there is one."""
-    try:
-        part.unlink(missing_ok=True)
-    except OSError:
-        return
 
 
 def _described(planner: Planner) -> object:

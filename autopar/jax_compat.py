@@ -22,6 +22,7 @@ from jax._src import core as _core  # no public way to ask whether a trace is un
 from jax._src import distributed as _distributed  # no public way to the coordination service's key-value store
 from jax._src import effects as _effects  # no public way to ask whether an effect is ordered or names a reference
 from jax._src import source_info_util  # no public way to the user's line of an equation
+from jax._src.array import ArrayImpl as _Array  # no public name of the class, whose methods cost less than a property
 from jax._src.lib import (
     _jax as _jaxlib,  # no public way to start the coordination service elsewhere  # pyright: ignore[reportPrivateImportUsage]
 )
@@ -46,6 +47,7 @@ __all__ = [
     "Literal",
     "Primitive",
     "PyTreeDef",
+    "are_there",
     "at_disconnection",
     "bind_params",
     "call_local",
@@ -361,6 +363,14 @@ def is_writing() -> bool:
 def is_concrete(x: object) -> bool:
     """Whether `x` is an array with contents rather than a number or a value that is being traced."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def are_there(leaves: Sequence[Any]) -> bool:
+    """Whether no array of these has been deleted: 0.06 us each where all are arrays."""
+    try:
+        return not any(map(_Array.is_deleted, leaves))
+    except TypeError:  # a number, or a key
+        return not any(is_concrete(leaf) and leaf.is_deleted() for leaf in leaves)
 
 
 def dtype_of(name: str) -> Any:

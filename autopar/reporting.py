@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -33,6 +34,7 @@ from autopar.profiling import (
     warm_up,
 )
 from autopar.runtime import Executable, Pipeline, StageStacked
+from passes.errors import PlanningError
 from passes.page import MeasuredSpan
 from passes.plan import AnyPlan, PipelinePlan
 
@@ -43,7 +45,7 @@ PROFILED = 5
 def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf_counter) -> StepReport:
     """Predicted and measured steps of a compilation, called on flat arguments, which stay the caller's.
 
-    The factors are kept beside the plans, where these are.
+    The factors are kept beside the plans, where these are; where they cannot be, that is a warning.
     """
     stepper = stepper_of(compilation, leaves)
     plan = compilation.plan()
@@ -56,7 +58,11 @@ def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf
     if compilation.settings.cache is None:
         return result
     kept_in = os.path.join(os.fspath(compilation.settings.cache.folder), CALIBRATION_NAME)
-    result.save(kept_in)
+    try:
+        result.save(kept_in)
+    except PlanningError as error:  # what was measured is worth more than where it is kept
+        warnings.warn(f"the report is not kept: {error}", stacklevel=3)
+        return result
     return replace(result, kept_in=kept_in)
 
 

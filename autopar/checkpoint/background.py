@@ -47,7 +47,7 @@ def _end(executor: ThreadPoolExecutor) -> None:
     executor.shutdown()
     for work in _BEGUN:
         if error := work.exception():
-            sys.stderr.write(f"autopar: a checkpoint could not be written: {error!r}\n")
+            sys.stderr.write(f"autopar: {error}\n")
 
 
 def _give_way() -> None:

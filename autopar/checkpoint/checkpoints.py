@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -149,7 +149,7 @@ class Checkpoints:
         name = self._processes.fresh_name() if self._processes else ""
         read = threading.Event()
         tree = jax.tree.structure(state)
-        self._writing = begun(self._write, manifest, copies, tree, name, read)
+        self._writing = begun(_written_by, self._write, self._folder.of(step), manifest, copies, tree, name, read)
         if not _are_copied(copies):
             read.wait()
 
@@ -166,9 +166,7 @@ class Checkpoints:
         """Nothing; what was saved is on the disk. Raises CheckpointError where it could not be written."""
         writing, self._writing = self._writing, None
         if writing and (error := awaited(writing)):
-            rule = f"it could not be written: {_both_ends(repr(error))}"
-            remedy = "see that all processes can write to the folder, and that the disk is not full"
-            raise CheckpointError(explain(f"a checkpoint in {self._folder.path}", rule, "", remedy)) from error
+            raise error
 
     def restore(self, like: Any) -> Saved | None:
         """The last good checkpoint, with arrays in the shardings of `like`; None where there is none at all.
@@ -186,7 +184,7 @@ class Checkpoints:
                     raise RefusedError(reason)
                 return self._read(step, like)
             except RefusedError as error:
-                text = f"{self._folder.of(step)}: {error}"
+                text = f"{self._folder.place(step)}: {error}"
                 warnings.warn(f"a checkpoint is not used: {text}", stacklevel=2)
                 refused += [] if is_unfinished else [text]  # a run ended before it had saved for the first time
         if refused:
@@ -250,9 +248,9 @@ class Checkpoints:
         """
         reason, state, manifest = "", None, None
         try:
-            manifest = Manifest.read(self._folder.of(step))
+            manifest = Manifest.read(folder := self._folder.place(step))
             _check_types(manifest, like)
-            state = _restored(self._orbax(), self._folder.of(step), like)
+            state = _restored(self._orbax(), folder, like)
         except RefusedError as error:
             reason = str(error)
         reason = next(filter(None, self._of_all(f"reading the checkpoint of step {step}", reason)), "")
@@ -272,6 +270,16 @@ class Checkpoints:
         """The fields that each process gives, as JSON has them, by rank."""
         text = json.dumps(fields)
         return [json.loads(text) for text in (self._processes.gather(topic, text) if self._processes else [text])]
+
+
+def _written_by(write: Callable[..., None], folder: Path, *args: Any) -> None:
+    """Makes a checkpoint in a folder. Raises CheckpointError, for who waits for it, or for the end of the program."""
+    try:
+        write(*args)
+    except BaseException as error:
+        rule = f"it could not be written: {_both_ends(repr(error))}"
+        remedy = "see that all processes can write to the folder, and that the disk is not full"
+        raise CheckpointError(explain(f"the checkpoint {folder}", rule, "", remedy)) from error
 
 
 def _behind(folder: Path, step: int, later: Sequence[int]) -> str:

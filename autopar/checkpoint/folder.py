@@ -10,7 +10,10 @@ from pathlib import Path
 from autopar.checkpoint.manifest import DRAFT, NAME, Manifest, RefusedError
 from autopar.errors import ArgumentError, explain
 
-_NAME = re.compile(r"step-(\d{8,})")
+_BEFORE = ".before"
+"""What is behind the name of a checkpoint's folder while its step is saved anew, and where that was not finished."""
+
+_NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_BEFORE)})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +26,28 @@ class Folder:
         """The folder of a step."""
         return self.path / f"step-{step:08d}"
 
+    def place(self, step: int) -> Path:
+        """The folder in which a step's checkpoint is: the one from before until the step is saved anew."""
+        folder, before = self.of(step), self._before(step)
+        return before if before.is_dir() and not folder.joinpath(NAME).exists() else folder
+
     def steps(self) -> list[int]:
         """The steps, the last one first."""
         folders = [path for path in self.path.iterdir() if path.is_dir()] if self.path.is_dir() else []
         names = [_NAME.fullmatch(path.name) for path in folders]
-        return sorted((int(name[1]) for name in names if name), reverse=True)
+        return sorted({int(name[1]) for name in names if name}, reverse=True)
 
     def reason(self, step: int) -> str:
         """The reason why the folder of a step is no checkpoint; empty if it is one, as far as its page says."""
         try:
-            Manifest.read(self.of(step))
+            Manifest.read(self.place(step))
         except RefusedError as error:
             return str(error)
         return ""
 
     def is_unfinished(self, step: int) -> bool:
         """Whether a step is one that a run began to write, or to delete, and did not come to the end of."""
-        names = {path.name for path in self.of(step).iterdir()}
+        names = {path.name for path in self.place(step).iterdir()}
         return NAME not in names and (DRAFT in names or not names)
 
     def candidates(self) -> list[tuple[int, str, bool]]:
@@ -48,7 +56,7 @@ class Folder:
 
     def is_foreign(self, step: int) -> bool:
         """Whether what is in the folder of a step was not written as a checkpoint: no page, and no draft of one."""
-        folder = self.of(step)
+        folder = self.place(step)
         return folder.is_dir() and not self.is_unfinished(step) and not folder.joinpath(NAME).exists()
 
     def check_free(self, step: int) -> None:
@@ -65,32 +73,56 @@ class Folder:
     def begin(self, step: int) -> None:
         """Empties the folder of a step, which is unfinished from here on: half of a checkpoint is none.
 
-        Raises ArgumentError where it has other contents than a checkpoint's.
+        A good one that is there goes aside, and what runs left unfinished goes: it may be what fills the disk. Raises
+        ArgumentError where the folder has other contents than a checkpoint's.
         """
         self.check_free(step)
-        folder = self.of(step)
+        for other in self.steps():
+            if other != step and self.is_unfinished(other):
+                self.delete(other)
+        folder, before = self.of(step), self._before(step)
+        if folder.joinpath(NAME).exists() and not self.reason(step):
+            _delete(before)
+            folder.rename(before)
         folder.mkdir(parents=True, exist_ok=True)
-        folder.joinpath(DRAFT).touch()
-        folder.joinpath(NAME).unlink(missing_ok=True)
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != DRAFT:
-                path.unlink()
+        _empty(folder)
 
     def delete(self, step: int) -> None:
         """Deletes what there is of a step."""
-        self.begin(step)
-        shutil.rmtree(self.of(step))
+        _delete(self._before(step))
+        _delete(self.of(step))
 
     def prune(self, keep: int, saved: int) -> None:
         """Deletes all but the last `keep` checkpoints and that of step `saved`, with what a run left unfinished.
 
         What is later than all good ones stays, as do folders that are no checkpoints.
         """
+        _delete(self._before(saved))
         good = 0
         for step in self.steps():
             is_good = good < keep and not self.reason(step)
             good += is_good
             if good and not is_good and step != saved and not self.is_foreign(step):
                 self.delete(step)
+
+    def _before(self, step: int) -> Path:
+        folder = self.of(step)
+        return folder.with_name(f"{folder.name}{_BEFORE}")
+
+
+def _empty(folder: Path) -> None:
+    """Leaves nothing but a draft of the page in a folder."""
+    folder.joinpath(DRAFT).touch()
+    folder.joinpath(NAME).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != DRAFT:
+            path.unlink()
+
+
+def _delete(folder: Path) -> None:
+    """Deletes a folder, if there is one, which is unfinished meanwhile."""
+    if folder.is_dir():
+        _empty(folder)
+        shutil.rmtree(folder)

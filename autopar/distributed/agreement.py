@@ -28,6 +28,11 @@ from autopar.jax_compat import Device
 WAIT_SECONDS = 1800.0
 """A process waits so long for another, which may be planning or compiling all the while, before that is an error."""
 
+BEATS = "autopar/beats"
+"""Below it the service has each process's last sign of life, which ends with the steps that it has begun."""
+FAILED = "failed: "
+"""The beginning of a process's last sign, in place of that, where an error ends it."""
+
 _POLL_MILLISECONDS = 1000
 _CHUNK_NBYTES = 1 << 20
 """Bytes of a value of the service; its messages are limited to a few MiB."""
@@ -69,16 +74,16 @@ class Processes:
             self.share(f"{name}/text", text)
             self.earlier.append(name)
             return text
-        return self._get(f"autopar/{name}/text", self.ranks[0], topic)
+        return self._get(f"autopar/{name}/text", self.ranks[0], topic, in_order=True)
 
     def gather(self, topic: str, text: str) -> tuple[str, ...]:
         """The texts of all processes, by rank. Raises DisagreementError where one of them is at another topic."""
         key = f"autopar/{(name := self.fresh_name())}"
         if not self.leads:
             self._put(f"{key}/{self.rank}", json.dumps([topic, text]))
-            topics, texts = json.loads(self._get(f"{key}/all", self.ranks[0], topic))
+            topics, texts = json.loads(self._get(f"{key}/all", self.ranks[0], topic, in_order=True))
         else:
-            others = [json.loads(self._get(f"{key}/{rank}", rank, topic)) for rank in self.ranks[1:]]
+            others = [json.loads(self._get(f"{key}/{rank}", rank, topic, in_order=True)) for rank in self.ranks[1:]]
             topics, texts = zip((topic, text), *others, strict=True)
             self._put(f"{key}/all", json.dumps([topics, texts]))
             self._forget_earlier()
@@ -145,6 +150,17 @@ class Processes:
             self.forget(name)
         self.earlier.clear()
 
+    def _ahead(self) -> list[int]:
+        """The processes that have begun more steps than this one; none unless all of the program give signs of life."""
+        try:
+            signs = {int(key.rpartition("/")[2]): text for key, text in self.client.key_value_dir_get(BEATS)}
+        except jax.errors.JaxRuntimeError:  # nobody gives any
+            return []
+        if signs.keys() != {*self.ranks}:
+            return []
+        steps = {rank: int(text.split()[-1]) for rank, text in signs.items() if not text.startswith(FAILED)}
+        return [rank for rank, begun in steps.items() if begun > self.steps[0]]
+
     def fresh_name(self) -> str:
         """A name that no exchange has had; the same on all processes, which make the same calls."""
         return f"rounds/{'.'.join(map(str, self.ranks))}/{next(self.numbers)}"
@@ -156,9 +172,14 @@ class Processes:
             self.client.key_value_set_bytes(f"{key}/part{number}", chunk)
         self.client.key_value_set_bytes(key, len(chunks).to_bytes(4, "big") + chunks[0])
 
-    def _get(self, key: str, rank: int, topic: str) -> str:
-        """The text under a key, once process `rank` has put it there. Raises DeviceError if it does not."""
+    def _get(self, key: str, rank: int, topic: str, *, in_order: bool = False) -> str:
+        """The text under a key, once process `rank` has put it there. Raises DeviceError if it does not.
+
+        What is exchanged `in_order` of steps never comes where another process has begun a later step without it, which
+        is a DisagreementError: its program waits for this process, and this one for it.
+        """
         deadline = time.monotonic() + self.wait_seconds
+        ahead: list[int] = []
         while True:
             try:
                 head = self.client.blocking_key_value_get_bytes(key, _POLL_MILLISECONDS)
@@ -166,6 +187,14 @@ class Processes:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+                if ahead:  # and what it put there before it began that step had a second to come
+                    rule = f"it is at {topic} before step {self.steps[0] + 1}, which process {ahead[0]} has begun"
+                    remedy = (
+                        "call the same functions with the same types in the same order on every process: a batch of "
+                        "another shape on one is another program"
+                    )
+                    raise DisagreementError(explain(self.name(self.rank), rule, "", remedy)) from None
+                ahead = self._ahead() if in_order else []
                 if time.monotonic() > deadline:
                     rule = f"process {rank} has not come to {topic} in {self.wait_seconds:.0f} s"
                     remedy = f"see what process {rank} prints; call the same functions on every process"

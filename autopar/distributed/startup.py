@@ -6,6 +6,7 @@ import functools
 import math
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -51,13 +52,15 @@ def initialize(
     ends with status 75.
 
     Raises DeviceError where no launcher is detected and the first three are not given, or where JAX has started
-    already, and ArgumentError for other numbers than those that the process has joined with, and for seconds that are
-    not above 0.
+    already, and ArgumentError for other numbers than those that the process has joined with, for an address that is
+    none and for seconds that are not above 0.
     """
     for name, seconds in (("lost_seconds", lost_seconds), ("stall_seconds", stall_seconds)):
         if not 0 < seconds < math.inf:
             rule = "should be a number of seconds above 0"
             raise ArgumentError(explain(f"initialize({name}={seconds})", rule, "", "leave it out, or write, say, 30"))
+    if coordinator_address is not None:
+        _check_address(coordinator_address)
     if jax.distributed.is_initialized():
         _check_joined(num_processes, process_id)
         return
@@ -93,6 +96,15 @@ def _watch(lost_seconds: float, stall_seconds: float) -> Watch | None:
     watch = Watch(processes, hosts, lost_seconds, stall_seconds)
     watch.start()
     return watch
+
+
+def _check_address(address: Any) -> None:
+    """Raises ArgumentError for what is no HOST:PORT: JAX waits for the others there, and then ends the process."""
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        rule = "should be the first process's host and a port from 1 to 65535"
+        remedy = "write, say, coordinator_address='10.0.0.1:1234'"
+        raise ArgumentError(explain(f"initialize(coordinator_address={address!r:.60})", rule, "", remedy))
 
 
 def _check_joined(num_processes: int | None, process_id: int | None) -> None:

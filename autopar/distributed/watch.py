@@ -21,7 +21,7 @@ from types import TracebackType
 import jax
 
 from autopar import jax_compat
-from autopar.distributed.agreement import Processes
+from autopar.distributed.agreement import BEATS, FAILED, Processes
 from autopar.errors import PeerError
 
 LOST = 75
@@ -32,8 +32,7 @@ _BEAT_SECONDS = 1.0
 _JOIN_SECONDS = 5.0
 """So long a process that has failed waits for its sign of life that is under way, which would follow its last word."""
 
-_BEATS = "autopar/beats"
-_DONE, _FAILED = "done", "failed: "
+_DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class _Seen:
     step: float
 
     def after(self, text: str, now: float) -> _Seen:
-        steps = self.steps if text.startswith(_FAILED) else int(text.split()[-1])
+        steps = self.steps if text.startswith(FAILED) else int(text.split()[-1])
         is_same = (steps, text.startswith(_DONE)) == (self.steps, self.text.startswith(_DONE))
         return _Seen(text, steps, self.sign if text == self.text else now, self.step if is_same else now)
 
@@ -103,12 +102,12 @@ class Watch:
         self.ended.set()
         if self.thread:
             self.thread.join(_JOIN_SECONDS)
-        self._put(f"{_FAILED}{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        self._put(f"{FAILED}{type(error).__name__}: {' '.join(str(error).split())[:200]}")
         _leave(1)
 
     def _put(self, text: str) -> None:
         try:
-            self.processes.client.key_value_set(f"{_BEATS}/{self.processes.rank}", text, allow_overwrite=True)
+            self.processes.client.key_value_set(f"{BEATS}/{self.processes.rank}", text, allow_overwrite=True)
         except jax.errors.JaxRuntimeError:  # nobody is there to be told
             return
 
@@ -123,8 +122,8 @@ class Watch:
             try:
                 beat = f"{number} {self.processes.steps[0]}"
                 beat = f"{_DONE} {beat}" if self.is_done else beat
-                client.key_value_set(f"{_BEATS}/{self.processes.rank}", beat, allow_overwrite=True)
-                pairs = client.key_value_dir_get(_BEATS)
+                client.key_value_set(f"{BEATS}/{self.processes.rank}", beat, allow_overwrite=True)
+                pairs = client.key_value_dir_get(BEATS)
             except jax.errors.JaxRuntimeError as error:
                 if time.monotonic() - reached > self.lost_seconds:
                     self._leave(f"the other processes cannot be reached for {self.lost_seconds:.0f} s: {error}")
@@ -139,7 +138,7 @@ class Watch:
     def _reason(self, rank: int, seen: Mapping[int, _Seen], now: float) -> str:
         """The reason why a process is as good as gone; empty if it is not."""
         last = seen[rank]
-        if last.text.startswith(_FAILED):
+        if last.text.startswith(FAILED):
             return f"{self.name(rank)} has {last.text}"
         is_done = last.text.startswith(_DONE)
         if now - last.sign > self.lost_seconds:

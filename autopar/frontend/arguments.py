@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar import jax_compat
@@ -113,6 +114,19 @@ class Signature:
                 raise ArgumentError(explain(option, rule, self.source, remedy))
         return tuple(map(any, zip(*whole, strict=True)))
 
+    def unusable(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> str:
+        """The first argument because of which a call may have ended in this error, and why; empty if there is none."""
+        dynamic, _ = self.split(args, kwargs)
+        for index, leaf in enumerate(jax.tree.leaves(dynamic)):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                rule = "a jax.ShapeDtypeStruct is enough for plan() and lower(), and a call takes arrays"
+            elif "deleted" in str(error) and jax_compat.is_concrete(leaf) and leaf.is_deleted():
+                rule = "it has been deleted, or donated to an earlier call, whose result takes its place"
+            else:
+                continue
+            return f"argument {self.names(dynamic, len(args))[index]}: {rule}"
+        return ""
+
     def _dynamic_positions(self, n_args: int) -> list[int]:
         static = self._positions(n_args)
         return [i for i in range(n_args) if i not in static]
@@ -183,14 +197,14 @@ def structs_of(dynamic: Any, signature: Signature, n_args: int) -> tuple[jax.Sha
         aval = _typeof(leaf)
         if aval is None:
             name = signature.names(dynamic, n_args)[index]
-            raise ArgumentError(
-                explain(
-                    f"argument {name} = {_short(leaf)} of type {type(leaf).__name__}",
-                    "an argument is a pytree of arrays, NumPy arrays, numbers and jax.ShapeDtypeStructs",
-                    signature.source,
-                    f"pass an array, or name it in static_argnames if {name} is an option of the program",
-                )
-            )
+            rule = "an argument is a pytree of arrays, NumPy arrays, numbers and jax.ShapeDtypeStructs"
+            remedy = f"pass an array, or name it in static_argnames if {name} is an option of the program"
+            if isinstance(leaf, int):
+                limits = np.iinfo(jax.dtypes.canonicalize_dtype(int))
+                rule = f"a Python int is {limits.dtype} here, from {limits.min:,} to {limits.max:,}"
+                remedy = f"set jax_enable_x64, count in larger units, or name {name} in static_argnames"
+            what = f"argument {name} = {_short(leaf)} of type {type(leaf).__name__}"
+            raise ArgumentError(explain(what, rule, signature.source, remedy))
         structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type))
     return tuple(structs)
 
@@ -210,7 +224,7 @@ def _typeof(leaf: Any) -> Any:
     """JAX's type of an array or of anything that JAX takes for one; None for anything else."""
     try:
         aval = jax.typeof(leaf)
-    except TypeError:
+    except (TypeError, OverflowError):  # an int may have more bits than JAX's
         return None
     return aval if jax_compat.is_array_type(aval) else None
 

@@ -86,7 +86,10 @@ def keep(path: str | os.PathLike[str], plan: AnyPlan, factors: Factors, step_sec
             "communication": factors.communication,
         }
     )
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanningError(f"{target}: the calibration cannot be written: {error.strerror}") from error
     plan_json.write(target, {"calibration": entries})
 
 

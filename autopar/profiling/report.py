@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import get_args
 
 from autopar.profiling import calibration
@@ -16,6 +15,8 @@ from autopar.profiling.calibration import NONE, Factors
 from autopar.profiling.events import CAUSES, COMPUTE, TRANSFERS
 from autopar.profiling.steps import Steps
 from passes.cluster import Kind
+from passes.errors import PlanningError
+from passes.files import write_whole
 from passes.page import Measured, MeasuredSpan, html
 from passes.plan import AnyPlan
 from passes.text import Column, Table, quantities
@@ -125,8 +126,14 @@ class StepReport:
         return html(self.plan, self.on_page)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as JSON, which `autopar report PLAN --measured PATH` shows beside the plan."""
-        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        """Writes the report as JSON, which `autopar report PLAN --measured PATH` shows beside the plan.
+
+        Raises PlanningError where it cannot.
+        """
+        try:
+            write_whole(path, f"{json.dumps(self.to_json())}\n".encode())
+        except OSError as error:
+            raise PlanningError(f"{os.fspath(path)}: the report cannot be written: {error.strerror}") from error
 
     def causes(self) -> dict[str, tuple[float | None, float | None]]:
         """(predicted, measured) seconds of a device by cause, on average; None for what is not known."""

@@ -9,7 +9,7 @@ from typing import Any, Self
 import jax
 
 from autopar.errors import ArgumentError, explain
-from autopar.frontend import Signature, Traced, Type, types_of
+from autopar.frontend import Signature, Traced, Type, structs_of, types_of
 from autopar.jax_compat import PyTreeDef
 
 _REMEDY = "or call the function itself, which does"
@@ -47,7 +47,9 @@ class Accepted:
         """
         dynamic, statics = self.signature.split(tuple(args), kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        self._check(tree, types_of(leaves))
+        if None in (types := types_of(leaves)):
+            structs_of(dynamic, self.signature, len(args))  # raises, with what is no array
+        self._check(tree, types)
         self._check_statics(statics)
         return leaves
 
@@ -74,7 +76,6 @@ class Accepted:
 
 
 def _words(type: Type | None) -> str:
-    if type is None:
-        return "no array"
+    assert type is not None, "what is no array has been refused"
     shape, dtype, weak = type
     return f"{dtype.name}[{','.join(map(str, shape))}]" + (" (weakly typed)" if weak else "")

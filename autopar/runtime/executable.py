@@ -56,6 +56,7 @@ class Executable:
         others = list(compress(count(), map(is_not, present, self._in_place)))
         if jax_compat.is_writing() or any(jax_compat.is_traced(leaves[i]) for i in others):
             return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
+        self.donation.check_there(leaves)
         if self.arrivals:
             return self._call_together(leaves, self.arrivals)
         given = leaves

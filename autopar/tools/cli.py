@@ -36,7 +36,7 @@ from autopar.tools import (
     targets,
 )
 from autopar.tools.command import Command, check_writable, write
-from autopar.tools.command_options import limit_of, planner_of, real_number, whole_number, with_choices
+from autopar.tools.command_options import Once, limit_of, planner_of, real_number, whole_number, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.plot import blank, plot_memory
@@ -159,6 +159,7 @@ def parser() -> argparse.ArgumentParser:
         raw = argparse.RawDescriptionHelpFormatter
         command = commands.add_parser(name, help=help, description=description, epilog=epilog, formatter_class=raw)
         command.set_defaults(run=run, parser=parser)
+        command.register("action", None, Once)  # of an option without an action of its own
         return command
 
     plan = add("plan", _plan, "make a plan", _PLAN_HELP, _PLAN_MORE)
@@ -261,7 +262,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         blank(arguments.plot)
     if arguments.out:
-        check_writable(arguments.out, "the plan")
+        check_writable(arguments.out, "the plan", arguments.cluster, arguments.calibration)
     jax.config.update("jax_platforms", "cpu")
     step, args, kwargs = targets.example(arguments.target)
     with shown(Console(stderr=True, quiet=arguments.json)) as bar:
@@ -299,6 +300,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     plan = load_plan(arguments.plan)
     if arguments.trace:
+        check_writable(arguments.trace, "the trace", arguments.plan)
         _save_trace(plan, arguments.trace)
     if arguments.plot:
         _plot(plan, arguments.plot)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.tools.targets import UsageError
+from passes.files import write_whole
 from passes.text import Table
 
 Output = str | Sequence[Table]
@@ -29,15 +30,19 @@ class Command:
 
 
 def write(path: Path, contents: str | bytes, what: str) -> None:
-    """Writes a file. Raises UsageError where it cannot."""
+    """Writes a file, of which what was there before is lost by no failure. Raises UsageError where it cannot."""
     try:
-        path.write_bytes(contents if isinstance(contents, bytes) else contents.encode())
+        write_whole(path, contents if isinstance(contents, bytes) else contents.encode())
     except OSError as error:
         raise UsageError(f"{path}: {what} cannot be written: {error.strerror}") from error
 
 
-def check_writable(path: Path, what: str) -> None:
-    """Raises UsageError where a file cannot be written: better known before the work than after."""
+def check_writable(path: Path, what: str, *read: str | Path | None) -> None:
+    """Raises UsageError where a file cannot be written, or is one of those that are `read`: better known before the
+    work than after.
+    """
+    if any(other and path.is_file() and os.path.exists(other) and path.samefile(other) for other in read):
+        raise UsageError(f"{path}: {what} would be written over what is read from there; name another file")
     if reason := unwritable(path):
         raise UsageError(f"{path}: {what} cannot be written: {reason}")
 
@@ -48,4 +53,5 @@ def unwritable(path: Path) -> str:
         return "it is a folder"
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "no permission"
+    place = path if path.exists() and not path.is_file() else Path(os.path.realpath(path)).parent
+    return "" if os.access(place, os.W_OK) else "no permission"

@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from autopar import extensions
 from autopar.tools.targets import UsageError
@@ -35,13 +36,30 @@ clusters:
   kinds: {textwrap.fill(", ".join(known()), 70, subsequent_indent=" " * 9)}"""
 
 
-def whole_number(least: int = 1) -> Callable[[str], int]:
-    """The reader of an option that is a whole number from `least`, for argparse."""
+MOST = 2**31 - 1
+"""What rows, parts and devices can be counted to: beyond, sizes are no int32, in which JAX counts."""
+
+
+class Once(argparse.Action):
+    """An option that may be given once: of two values one would be dropped without a word."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        given = getattr(namespace, self.dest, self.default)
+        if option and given is not self.default:
+            raise argparse.ArgumentError(self, f"is given twice, as {str(given)!r} and {str(values)!r}: choose one")
+        setattr(namespace, self.dest, values)
+
+
+def whole_number(least: int = 1, most: float = math.inf) -> Callable[[str], int]:
+    """The reader of an option that is a whole number from `least` to `most`, for argparse."""
 
     def read(written: str) -> int:
-        if written.isdecimal() and int(written) >= least:
+        if written.isdecimal() and least <= int(written) <= most:
             return int(written)
-        raise argparse.ArgumentTypeError(f"{written!r} should be a whole number from {least}")
+        to = "" if most == math.inf else f" to {most}"
+        raise argparse.ArgumentTypeError(f"{written!r} should be a whole number from {least}{to}")
 
     return read
 
@@ -141,12 +159,12 @@ def numbers_of(option: str, lists: Sequence[str], *, whole: bool) -> tuple[float
     if not lists:
         return ()
     written = ",".join(lists)
-    kind = "whole numbers from 1" if whole else "numbers above 0"
+    kind = f"whole numbers from 1 to {MOST:,}" if whole else "numbers above 0"
     remedy = f"write, say, {option} {'8,16,64' if whole else '0.5,1,2'}"
     try:
         numbers: Sequence[float] = [float(part) for part in written.split(",")]
     except ValueError:
         raise UsageError(explain(f"{option} {written!r}", f"these are not {kind}", "", remedy)) from None
-    if any(not 0 < number < math.inf or (whole and number % 1) for number in numbers):
+    if any(not 0 < number < math.inf or (whole and (number % 1 or number > MOST)) for number in numbers):
         raise UsageError(explain(f"{option} {written!r}", f"these are not all {kind}", "", remedy))
     return tuple(dict.fromkeys(int(number) if whole else number for number in numbers))

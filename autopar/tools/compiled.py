@@ -12,6 +12,7 @@ import jax
 
 from autopar.api import ParallelFunction, parallelize
 from autopar.checks import Verification
+from autopar.errors import DeviceError, explain
 from autopar.runtime import CompiledPipeline
 from autopar.tools.topologies import topology
 from passes.cluster import Cluster
@@ -113,7 +114,8 @@ def judge(
 ) -> Judgement:
     """The verdict of the compiler for a cluster's devices on a step, planned with `options` of `parallelize`.
 
-    Raises DeviceError where that compiler is not installed, and PlanningError where nothing can be planned.
+    Raises DeviceError where that compiler is not installed or knows no such device, and PlanningError where nothing
+    can be planned.
     """
     devices = topology(cluster)
     given = {**options, "cluster": cluster, "devices": devices}
@@ -127,7 +129,9 @@ def judge(
         compiled = parallel.lower(*args, **kwargs).unlimited().compile()
     except jax.errors.JaxRuntimeError as error:
         if _REFUSED not in str(error):
-            raise
+            rule = f"the compiler does not take it: {_words(str(error))}"
+            remedy = "compile for another kind of device, or with another version of its compiler"
+            raise DeviceError(explain(f"{plan.cluster.name} by {compiler}", rule, "", remedy)) from error
         return Judgement(plan=plan, limit_nbytes=limit, compiler=compiler, refused=_words(str(error)))
     report("reading what it made")
     if isinstance(compiled, CompiledPipeline):

@@ -205,11 +205,11 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     plan = load_plan(arguments.plan)
     _check(plan, arguments.format, arguments.plan)
     (program,) = plan.programs
+    check_writable(arguments.out, "the program", arguments.plan)
     if arguments.format == "shardings":
         write(arguments.out, module(program), "the module")
         return f"{arguments.out}: {len(program.inputs)} arrays on mesh {program.mesh}", DONE
     target = arguments.target or target_of(arguments.plan)
-    check_writable(arguments.out, "the program")
     if not target:
         raise UsageError("--format jax-export needs the step: --target MODULE:FUNCTION")
     with Console(stderr=True, highlight=False).status("tracing"):

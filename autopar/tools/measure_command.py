@@ -36,9 +36,16 @@ example:
 exit status: 0 measured, 2 not measured or not saved."""
 
 
+_MOST_DEVICES = 4096
+"""Virtual devices of one process: each takes memory and threads, and a hundred million end it."""
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--devices", type=whole_number(), metavar="N", help="this many virtual CPU devices (default: JAX's own)"
+        "--devices",
+        type=whole_number(1, _MOST_DEVICES),
+        metavar="N",
+        help="this many virtual CPU devices (default: JAX's own)",
     )
     parser.add_argument("--compiler", metavar="TARGET", help="tpu:v5e:2x4, gpu:h100 or a cluster: nothing is run")
     parser.add_argument("--out", type=Path, required=True, metavar="PATH", help="save the cluster here, as JSON")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from autopar.errors import explain
 from autopar.tools.command import unwritable
 from passes.errors import PlanningError
+from passes.files import write_whole
 from passes.memory import PERSISTENT
 from passes.plan import Plan
 from passes.plan import text as plan_text
@@ -57,8 +59,10 @@ def plot_memory(plans: Mapping[str, Plan], path: str | os.PathLike[str], limit_n
 
 def save(figure: Any, path: str | os.PathLike[str]) -> None:
     """Writes a figure into a file. Raises PlanningError where it cannot."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=Path(path).suffix[1:].lower())
     try:
-        figure.savefig(path)
+        write_whole(path, drawn.getvalue())
     except OSError as error:
         raise PlanningError(f"{path}: the plot cannot be written: {error.strerror}") from error
 

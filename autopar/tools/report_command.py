@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from autopar.tools.command import DONE, Command, Output, write
+from autopar.tools.command import DONE, Command, Output, check_writable, write
 from passes.page import Measured, html
 from passes.plan import load_plan
 from passes.text import nbytes
@@ -35,8 +35,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
-    text = html(load_plan(arguments.plan), Measured.load(arguments.measured) if arguments.measured else None)
     path = arguments.out or arguments.plan.with_suffix(".html")
+    check_writable(path, "the page", arguments.plan, arguments.measured)
+    text = html(load_plan(arguments.plan), Measured.load(arguments.measured) if arguments.measured else None)
     write(path, text, "the page")
     return f"{path}: {nbytes(len(text.encode()))}, open it in any browser", DONE
 

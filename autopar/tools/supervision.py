@@ -32,7 +32,9 @@ GRACE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A launch that is repeated `restarts` times at most; with `is_elastic` by as many processes as have not failed."""
+    """A launch that is repeated `restarts` times at most; with `is_elastic` by as many processes as have not failed,
+    or by all, where each of them has: an error that they share is no host's.
+    """
 
     launch: Launch
     restarts: int = RESTARTS
@@ -46,7 +48,8 @@ class Run:
             if not ending.status or ending.is_asked_for or not remaining:
                 return ending.status
             if self.is_elastic:
-                launch = replace(launch, processes=max(1, launch.processes - len(ending.gone)))
+                healthy = launch.processes - len(ending.gone)  # none where all have failed alike, as of a batch's rows
+                launch = replace(launch, processes=healthy or launch.processes)
             many = f"{launch.processes} process{'es' if launch.processes > 1 else ''}"
             err.write(f"autopar run: starts again with {many}, and may {remaining - 1} more times\n")
             err.flush()

@@ -16,7 +16,7 @@ from typing import Any
 from autopar.errors import explain
 from autopar.tools.fit import Example
 from autopar.tools.largest import presets_of
-from passes.errors import PlanningError
+from passes.errors import PlanningError, close
 
 TARGET = """\
 FUNCTION takes no arguments and returns (step, args) or (step, args, kwargs):
@@ -82,7 +82,8 @@ def called(target: str) -> Any:
             rule = f"there is no module {error.name!r} here ({os.getcwd()}) or among those installed"
             raise UsageError(rule) from error
         raise UsageError(f"{target} raised an error\n{_users_traceback(error, module_name)}") from error
-    raise UsageError(f"{module_name} ({module.__file__}) has no function {name!r}")
+    guess = close(name, (other for other, value in vars(module).items() if callable(value)))
+    raise UsageError("\n  ".join(filter(None, (f"{module_name} ({module.__file__}) has no function {name!r}", guess))))
 
 
 def _users_traceback(error: Exception, module: str) -> str:

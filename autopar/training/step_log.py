@@ -55,8 +55,13 @@ class StepLog:
     def __call__(self, step: int, **values: Any) -> None:
         """Writes the record of a step, once its values, numbers or arrays of one, are computed.
 
-        Raises DeviceError with `finite` for NaN and infinity, ArgumentError for arrays of several elements.
+        Raises DeviceError with `finite` for NaN and infinity, ArgumentError for arrays of several elements and for
+        names that a record has already.
         """
+        for name in values:
+            if name in _HEAD:
+                rule = "each record has its own value of that name, which this would replace"
+                raise ArgumentError(explain(f"log({name}=)", rule, "", f"write, say, my_{name}="))
         numbers = {name: _number(name, value) for name, value in values.items()}
         now = time.perf_counter()
         seconds = None if self._last is None else now - self._last

@@ -20,6 +20,7 @@ from typing import NoReturn, cast, get_args
 
 from passes.cluster import Cluster, Collective, Kind, Mesh
 from passes.errors import PlanningError
+from passes.files import write_whole
 from passes.ir import TensorType
 from passes.memory import Holder
 from passes.placement import Layout, Placement
@@ -48,15 +49,10 @@ def text(data: Mapping[str, object]) -> str:
 
 def write(path: str | os.PathLike[str], data: Mapping[str, object]) -> None:
     """Writes a file at once: a reader sees the old one or all of the new one. Raises PlanningError where it cannot."""
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        part.write_text(text(data), encoding="utf-8")
-        part.replace(target)
+        write_whole(path, text(data).encode())
     except OSError as error:
-        with suppress(OSError):  # what is in the way of the plan may be in the way of this
-            part.unlink()
-        raise PlanningError(f"{target}: the plan cannot be written: {error.strerror}") from error
+        raise PlanningError(f"{os.fspath(path)}: the plan cannot be written: {error.strerror}") from error
 
 
 def read(path: str | os.PathLike[str]) -> object:

@@ -370,4 +370,4 @@ def test_an_error_of_the_last_save_that_nobody_waits_for_is_printed(tmp_path: Pa
     command = [sys.executable, str(tmp_path / "script.py"), str(run)]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=SECONDS, check=False)
     assert ran.stdout == "saved\n"
-    assert "autopar: a checkpoint could not be written: FileExistsError" in ran.stderr
+    assert f"autopar: the checkpoint {run}/step-00000001: it could not be written: FileExistsError" in ran.stderr

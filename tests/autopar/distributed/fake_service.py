@@ -29,6 +29,10 @@ class FakeService:
                 raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
             return self.texts[key]
 
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        with self._changed:
+            return [(name, text.decode()) for name, text in self.texts.items() if name.startswith(f"{key}/")]
+
     def key_value_delete(self, key: str) -> None:
         """Deletes a text with all that are below it, as the service does."""
         with self._changed:

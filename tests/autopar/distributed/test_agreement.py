@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
+import autopar
 from autopar.distributed import Processes
 from tests.autopar.distributed.fake_service import FakeService, processes_of, together
 
@@ -35,3 +37,47 @@ def test_what_all_have_read_is_taken_out_of_the_service(count: int, monkeypatch:
     # At most: the last gathering, and what the next one or two have begun with.
     assert max(sizes) < before + 2 * (count + len(LONG) * 4 // (1 << 10) + 2), sizes
     assert len(service.texts) == before + count  # the last gathering's
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_who_comes_to_no_exchange_because_it_is_a_step_ahead_is_an_error_at_once(odd: int):
+    """A batch of another shape on one process is planned anew there, while the others wait in the step they know."""
+    service = FakeService()
+    program = processes_of(service, 3)
+    for processes in program:
+        for _ in range(1 if processes.rank == odd else 2):
+            processes.begin_step()
+        service.key_value_set_bytes(f"autopar/beats/{processes.rank}", f"7 {processes.steps[0]}".encode())
+
+    def plans(processes: Processes) -> object:
+        processes.broadcast("the plan", str)
+        return processes.gather("the program", "text")
+
+    text = rf"process {odd} on host h{odd}: it is at the p\w+ before step 2, which process {min({0, 1, 2} - {odd})} has"
+    with pytest.raises(autopar.DisagreementError, match=text):
+        plans(program[odd])
+
+
+class Late(FakeService):
+    """A service in which waiting for a text ends without it so many times."""
+
+    waits = 0
+
+    def blocking_key_value_get_bytes(self, key: str, milliseconds: int) -> bytes:
+        self.waits -= 1
+        if self.waits >= 0:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+        return super().blocking_key_value_get_bytes(key, milliseconds)
+
+
+@pytest.mark.parametrize(("waits", "steps"), [(5, 0), (1, 1)])
+def test_who_comes_late_to_an_exchange_is_waited_for(waits: int, steps: int):
+    """The first process may have begun a step since it put its text there, in the second that another one waited."""
+    service = Late()
+    program = processes_of(service, 2)
+    for rank, begun in enumerate([steps, 0]):
+        service.key_value_set_bytes(f"autopar/beats/{rank}", f"7 {begun}".encode())
+    program[0].broadcast("the plan", lambda: "a plan")
+    service.waits = waits
+    assert program[1].broadcast("the plan", str) == "a plan"
+    assert service.waits == -1

@@ -81,7 +81,7 @@ def test_a_sign_is_new_when_it_differs():
         ([Ending(0)], False, [4], 0),
         ([Ending(137, (2,)), Ending(0)], False, [4, 4], 0),
         ([Ending(137, (2,)), Ending(75, (0, 1)), Ending(0)], True, [4, 3, 1], 0),
-        ([Ending(1, (0, 1, 2, 3))] * 3, True, [4, 1, 1], 1),
+        ([Ending(1, (0, 1, 2, 3))] * 3, True, [4, 4, 4], 1),
         ([Ending(130, (), True)], False, [4], 130),
     ],
 )
@@ -155,6 +155,12 @@ def test_a_training_that_is_disturbed_ends_with_the_same_parameters(monkeypatch:
 def test_seconds_that_cannot_be_are_refused_before_anything_is_joined(name: str, seconds: Any):
     with pytest.raises(autopar.ArgumentError, match=rf"initialize\({name}={seconds}\): should be a number of seconds"):
         autopar.distributed.initialize(**{name: seconds})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", ":1234", "127.0.0.1:99999", "127.0.0.1:0", "", 5])
+def test_an_address_that_is_none_is_refused_before_anything_waits_there(address: Any):
+    with pytest.raises(autopar.ArgumentError, match=r"initialize\(coordinator_address=.*a port from 1 to 65535"):
+        autopar.distributed.initialize(address, 2, 0)
 
 
 class SlowService:

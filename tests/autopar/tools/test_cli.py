@@ -325,7 +325,8 @@ def test_a_saved_plan_is_a_planner(capsys, train):
     ],
 )
 def test_a_wrong_command_exits_with_2_and_says_why(capsys, train, target, options, message):
-    assert main(["plan", target, "--cluster", "1x4:a100-80g", *options]) == 2
+    cluster = [] if "--cluster" in options else ["--cluster", "1x4:a100-80g"]
+    assert main(["plan", target, *cluster, *options]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err

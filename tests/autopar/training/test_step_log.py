@@ -44,3 +44,9 @@ def test_what_is_not_finite_is_an_error_where_that_is_asked_for():
 def test_an_array_of_several_elements_is_refused_by_name():
     with pytest.raises(ArgumentError, match=r"log\(loss=\): it is an array of 4 elements"):
         StepLog(write=lambda record: None)(1, loss=jnp.ones(4))
+
+
+@pytest.mark.parametrize("name", ["seconds", "process", "host"])
+def test_a_name_that_each_record_has_is_refused(name: str):
+    with pytest.raises(ArgumentError, match=rf"log\({name}=\): each record has its own value of that name"):
+        StepLog(write=lambda record: None)(1, **{name: 3})

@@ -1,0 +1,83 @@
+"""Arguments that no program can run on are named: ints that are too large, arrays that are gone, types."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import DataParallel, Pipeline
+
+PLANNERS = [DataParallel(), Pipeline(stages=2, microbatches=4)]
+
+
+def train_step(state: dict[str, Any], batch: Any, count: Any = 0) -> tuple[dict[str, Any], Any]:
+    def loss_of(state: dict[str, Any]) -> jax.Array:
+        return jnp.mean((jnp.tanh(jnp.tanh(batch @ state["v"]) @ state["w"]) - batch) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda p, g: p - g, state, grads), loss + count
+
+
+def state_of() -> dict[str, Any]:
+    return {"v": jnp.eye(16), "w": jnp.eye(16)}
+
+
+BATCH = jnp.ones((16, 16))
+
+
+def told(call: Callable[[], Any], kind: type[Exception]) -> str:
+    """An error as it is shown, with its notes."""
+    with pytest.raises(kind) as raised:
+        call()
+    return "".join(traceback.format_exception_only(raised.value))
+
+
+@pytest.mark.parametrize("count", [2**31, -(2**31) - 1, 2**70])
+@pytest.mark.parametrize("known", [False, True])
+def test_an_int_that_is_too_large_is_named(count: int, known: bool):
+    step = autopar.parallelize(train_step, planner=DataParallel())
+    if known:
+        step(state_of(), BATCH, 3)
+    text = rf"argument count = {count} of type int: a Python int is int32 here, from -2,147,483,648 to 2,147,483,647"
+    for call in (step, step.plan, step.lower):
+        with pytest.raises(autopar.ArgumentError, match=text):
+            call(state_of(), BATCH, count)
+    with pytest.raises(autopar.ArgumentError, match=text):
+        step.lower(state_of(), BATCH, 3).compile()(state_of(), BATCH, count)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_was_donated_before_is_an_error_that_names_it(planner: Any, compiled: bool):
+    """Plain JAX ends the process (SIGSEGV) where such an array lies as planned on several devices."""
+    state = state_of()
+    step: Any = autopar.parallelize(train_step, planner=planner, donate_argnums=0)
+    step = step.lower(state, BATCH).compile() if compiled else step
+    placed, _ = step(state, BATCH)
+    step(placed, BATCH)
+    for gone in (state, placed):
+        text = told(lambda gone=gone: step(gone, BATCH), RuntimeError)
+        assert "deleted" in text
+        assert compiled or "argument state['v']: it has been deleted, or donated to an earlier call" in text
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_what_was_deleted_is_named(planner: Any):
+    step = autopar.parallelize(train_step, planner=planner)
+    state, _ = step(state_of(), BATCH)
+    state["w"].delete()
+    assert "argument state['w']: it has been deleted" in told(lambda: step(state, BATCH), RuntimeError)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_type_in_place_of_an_array_is_named(planner: Any):
+    step = autopar.parallelize(train_step, planner=planner)
+    batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    text = told(lambda: step(state_of(), batch), Exception)
+    assert "argument batch: a jax.ShapeDtypeStruct is enough for plan() and lower(), and a call takes arrays" in text
