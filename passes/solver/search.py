@@ -13,7 +13,8 @@ loose, square layers in a row among them, are thin enough to be eliminated. The 
 of a group's e in the place of w: the mean is below the maximum, so it is a relaxation still, and where readers agree it
 is exact; groups whose readers disagree get their w and it is solved again.
 
-With budgets, a merged program that is left with a gap is branched on in the place of elimination.
+With budgets, a merged program that is left with a gap is branched on in the place of elimination
+(passes/solver/branching.py), and an answer need not be found where none takes less than what is known.
 
 Limits are work: an answer does not depend on the machine's load unless `SolverOptions.time_limit` says so.
 """
@@ -28,6 +29,7 @@ from typing import Literal
 import numpy as np
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
+from passes.solver.branching import Branching
 from passes.solver.clock import Clock
 from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.dominance import without_dominated
@@ -112,12 +114,17 @@ def solve(
     """The best strategy of every node, or any answer once it is clear that none takes less than `cutoff` seconds.
 
     Without `close`, the relaxation is solved, rounded and bounded, and a gap is left as it is. No answer is worse than
-    those that are `known`. Raises PlanningError if no combination of strategies is legal.
+    those that are `known`. Raises PlanningError if no combination of strategies is legal; with budgets, NotCheaperError
+    if none that is legal takes less than `cutoff` seconds and none was met.
     """
     search = Search(problem, options or SolverOptions())
     for choice in known:
         search.offer(choice)
     return search.run(cutoff, close=close)
+
+
+class NotCheaperError(OverBudgetError):
+    """The error where all answers that keep the budgets take as long as one that is known already, or longer."""
 
 
 class Search:
@@ -161,8 +168,9 @@ class Search:
 
     def is_closed(self) -> bool:
         """Whether answer and bound meet, or the answer need not be better."""
-        is_closed = self.bound >= self.cutoff or meet(self.objective, self.bound, self.options.gap)
-        return self.best is not None and is_closed
+        if self.bound >= self.cutoff and (self.best is not None or self.problem.budgets):
+            return True
+        return meet(self.objective, self.bound, self.options.gap)
 
     def _is_near(self) -> bool:
         """Whether no more work is due: answer and bound meet, or nearly, where what is left takes long to close."""
@@ -268,21 +276,23 @@ class Search:
         return entries
 
     def branch(self) -> None:
-        """Branches and bounds on the program of merged nodes; where none is merged, that proves the whole."""
-        if self.merged is None or self.clock.is_late:
+        """Branches and bounds on the relaxation of merged nodes; where none is merged, that proves the whole."""
+        if self.merged is None or self.program is None or self.clock.is_late:
             return
-        program = StrategyProgram(self.merged.problem, whole=True)
-        ended = program.run(gap=self.options.gap, seconds=self.clock.remaining)
-        if program.has_values():
-            self._offer_merged(program.choice())
+
+        def offer(choice: Sequence[int]) -> float:
+            self._offer_merged(choice)
+            return self.objective
+
+        branching = Branching(self.program, offer, self.cutoff, self.options.gap)
+        branching.run(self.objective, self.bound if self.merged.is_whole else 0.0, self.clock)
         if self.best is not None:
             self.offer(self.best)
         if not self.merged.is_whole:
             return
-        if ended != "infeasible":
-            self.bound = max(self.bound, min(program.bound, self.objective))
-        elif self.best is None:
+        if self.best is None and math.isinf(branching.bound):
             raise _impossible(self.problem)
+        self.bound = max(self.bound, branching.bound)
 
     def ask(self, solver: str) -> None:
         """Solves the whole integer program by a solver of PuLP."""
@@ -303,6 +313,8 @@ class Search:
             self.offer([int(np.argmin(node_seconds)) for node_seconds in self.whole.seconds])
         if self.best is None and not self.problem.budgets:
             self.eliminate()
+        if self.best is None and self.bound >= self.cutoff:
+            raise NotCheaperError("all combinations of strategies that keep the memory limit take too long")
         if self.best is None:
             raise _unfound(self.problem, self.options.time_limit if self.clock.is_late else None)
         self.clock.stop()
