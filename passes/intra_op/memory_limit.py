@@ -141,11 +141,12 @@ def tightened(fitted: Fitted, least: float, limit: float, options: SolverOptions
     start, answer = time.perf_counter(), replace(fitted.answer, bound=min(least, fitted.answer.objective))
     whole = replace(fitted.problem, budgets=tuple(replace(row, limit=limit) for row in fitted.problem.budgets))
     for problem in (whole, fitted.problem):
-        if answer.objective - answer.bound <= options.gap * answer.objective:
+        if answer.is_within(options.gap_of(problem)):
             break
+        cutoff = math.inf if problem is whole else answer.objective
         try:
-            closer = solve(problem, options, known=[answer.choice])
-        except PlanningError:  # out of time: the answer stays as it is
+            closer = solve(problem, options, cutoff, known=[answer.choice])
+        except PlanningError:  # out of time, or nothing is better: the answer stays as it is
             break
         bound = max(answer.bound, closer.bound) if problem is whole else answer.bound
         if closer.objective <= answer.objective and peak(closer.choice).nbytes <= limit:

@@ -37,7 +37,7 @@ from passes.solver.elimination import EXACT_ENTRIES, Factors, eliminate, enclose
 from passes.solver.formulation import StrategyProgram
 from passes.solver.linear_program import CUTOFF
 from passes.solver.lower_bound import Bound, lifted, loose, raised
-from passes.solver.options import GAP, RADIUS, SolverOptions
+from passes.solver.options import GAP, LUMPY, RADIUS, SolverOptions
 from passes.solver.problem import ShardingProblem, meet
 from passes.solver.pulp_solver import solver_named
 from passes.solver.symmetry import MergedProblem, merge_equal_nodes
@@ -51,10 +51,8 @@ same work (`python -m benchmarks.settings`)."""
 _GUESSED = 1e-2
 """From this gap on, what the prices of a program lead to may do."""
 
-_LUMPY = 1e-3
 _LEAST_MEMORY = 1e-2
-"""Gaps at which a program with budgets or many edges, and one that seeks the least bytes, may end: less takes long. On
-32 layers of LLaMA-3, .05 % is left after .1 s and .02 % after 2.5 s (`python -m benchmarks.planning --mesh 8x8`)."""
+"""The gap at which a program that seeks the least bytes may end: less takes long."""
 
 _RELAXATIONS = 12
 """Relaxations of one program at most: each gives w to all groups whose readers disagree, and few rounds find them."""
@@ -136,7 +134,7 @@ class Search:
                 raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
         self.clock = Clock(options.time_limit)
         self.whole, self.cutoff = problem, math.inf
-        self.options = replace(options, gap=max(options.gap, _LUMPY)) if problem.budgets else options
+        self.options = replace(options, gap=options.gap_of(problem))
         self.problem = problem
         self.best: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
@@ -175,7 +173,7 @@ class Search:
     def _is_near(self) -> bool:
         """Whether no more work is due: answer and bound meet, or nearly, where what is left takes long to close."""
         is_large = len(self.problem.edges) > self.options.untied
-        return self.is_closed() or (is_large and meet(self.objective, self.bound, _LUMPY))
+        return self.is_closed() or (is_large and meet(self.objective, self.bound, LUMPY))
 
     def relax(self) -> None:
         """The relaxation of the merged problem, with w where readers disagree; answers rounded from it, and a bound."""
