@@ -56,8 +56,8 @@ class _Part:
 class Branching:
     """The parts of a relaxed `program`'s answers that are still open, and the bound of those that cannot be divided.
 
-    `offer` takes an answer and says what the best one so far takes. None is looked for that takes `cutoff` or more, or
-    once the best is within `gap` of the `bound`.
+    `offer` takes an answer and says how many seconds it takes, infinite beyond a budget. None is looked for that takes
+    `cutoff` or more, or once the best is within `gap` of the `bound`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Branching:
         self.objective = math.inf
         self.heap: list[tuple[float, int, _Part]] = []
         self.next: _Part | None = None
-        self.left = math.inf
+        self.indivisible = math.inf
         self.offered: set[tuple[int, ...]] = set()
         self.made = {edge.source: edge.before for edge in reversed(self.problem.edges)}
         self.count = self.pushed = 0
@@ -82,10 +82,10 @@ class Branching:
             if clock.is_late:
                 break
             if self.count >= after:
-                gap_left, after = self.upper - self.bound, self.count + _ROUND
-                if math.isfinite(self.objective) and gap_left > (1 - _GAIN) * gap_before:
+                gap_now, after = self.upper - self.bound, self.count + _ROUND
+                if math.isfinite(self.objective) and gap_now > (1 - _GAIN) * gap_before:
                     break
-                gap_before = gap_left
+                gap_before = gap_now
             part, self.next = self.next or heapq.heappop(self.heap)[-1], None
             if part.bound < self.upper:
                 self.count += 1
@@ -99,9 +99,9 @@ class Branching:
 
     @property
     def bound(self) -> float:
-        """What no answer goes below, but for those of no use; infinite where there is no answer."""
+        """Seconds that no answer goes below but those of no use; infinite where there is no answer."""
         lowest = self.heap[0][0] if self.heap else math.inf
-        return min(lowest, self.left, self.upper, self.next.bound if self.next else math.inf)
+        return min(lowest, self.indivisible, self.upper, self.next.bound if self.next else math.inf)
 
     def is_closed(self) -> bool:
         """Whether nothing is open, or no better answer is asked for."""
@@ -117,7 +117,7 @@ class Branching:
         if status == "infeasible":
             return
         if status != "optimal":
-            self.left = min(self.left, part.bound)
+            self.indivisible = min(self.indivisible, part.bound)
             return
         prices = {id(e): p for e, p in zip(self.problem.edges, program.edge_prices(), strict=True)}
         problem = replace(self.problem, seconds=part.seconds)
@@ -126,7 +126,7 @@ class Branching:
         for candidate in dict.fromkeys((choice, self._leanest(choice, undecided))):
             if candidate not in self.offered:
                 self.offered.add(candidate)
-                self.objective = self.offer(candidate)
+                self.objective = min(self.objective, self.offer(candidate))
         part = replace(part, bound=max(part.bound, lower.seconds))
         if part.bound >= self.upper:
             return
@@ -144,7 +144,7 @@ class Branching:
             node = next((node for node in several if node in missing), several[0])
             self._divide(part, node, self._only(node, choice[node]))
         elif self.problem.fits(choice):  # it is the one answer that is left, and was offered
-            self.left = min(self.left, max(part.bound, self.problem.evaluate(choice)))
+            self.indivisible = min(self.indivisible, max(part.bound, self.problem.evaluate(choice)))
 
     def _leanest(self, choice: Sequence[int], undecided: dict[int, Floats]) -> tuple[int, ...]:
         """The answer with the fewest bytes at undecided nodes, as shares of all budgets, where these differ."""
@@ -161,7 +161,7 @@ class Branching:
         return np.array([budget.nbytes.get(node, none) / budget.limit for budget in self.problem.budgets])
 
     def _spread(self, node: int, values: Floats) -> tuple[float, float]:
-        """How much a node's undecided strategies differ in what they take of the budgets, and how undecided it is."""
+        """The difference of a node's undecided strategies in what they take of the budgets, and how undecided it is."""
         taken = self._taken(node)
         mean = (taken * values).sum(axis=1, keepdims=True)
         return float((values * np.abs(taken - mean)).sum()), 1.0 - float(values.max())

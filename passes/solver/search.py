@@ -278,11 +278,7 @@ class Search:
         if self.merged is None or self.program is None or self.clock.is_late:
             return
 
-        def offer(choice: Sequence[int]) -> float:
-            self._offer_merged(choice)
-            return self.objective
-
-        branching = Branching(self.program, offer, self.cutoff, self.options.gap)
+        branching = Branching(self.program, self._offer_merged, self.cutoff, self.options.gap)
         branching.run(self.objective, self.bound if self.merged.is_whole else 0.0, self.clock)
         if self.best is not None:
             self.offer(self.best)
@@ -311,10 +307,9 @@ class Search:
             self.offer([int(np.argmin(node_seconds)) for node_seconds in self.whole.seconds])
         if self.best is None and not self.problem.budgets:
             self.eliminate()
-        if self.best is None and self.bound >= self.cutoff:
-            raise NotCheaperError("all combinations of strategies that keep the memory limit take too long")
         if self.best is None:
-            raise _unfound(self.problem, self.options.time_limit if self.clock.is_late else None)
+            time_limit = self.options.time_limit if self.clock.is_late else None
+            raise _unfound(self.problem, time_limit, is_dearer=self.bound >= self.cutoff)
         self.clock.stop()
         bound = min(max(self.bound, 0.0), self.objective)
         is_within_gap = meet(self.objective, bound, self.options.gap)
@@ -360,8 +355,10 @@ def _excess(problem: ShardingProblem, choice: Sequence[int]) -> float:
     return max((problem.usage(budget, choice) / budget.limit for budget in problem.budgets), default=0.0)
 
 
-def _unfound(problem: ShardingProblem, time_limit: float | None) -> PlanningError:
-    """The error of a problem to which no answer was found, within a time limit if there is one."""
+def _unfound(problem: ShardingProblem, time_limit: float | None, *, is_dearer: bool) -> PlanningError:
+    """The error of a problem to which no answer was found, within a time limit if there is one, or below a cutoff."""
+    if is_dearer:
+        return NotCheaperError("all combinations of strategies that keep the memory limit take too long")
     if time_limit is not None:
         rule = f"no legal plan was found within {time_limit:.0f} s"
         return PlanningError(f"{rule}; give the solver a longer time_limit")
