@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.intra_op.memory_budgets import budget
 from passes.intra_op.peak_node import NodePath
-from passes.solver import Answer, Budget, ShardingProblem, SolverOptions, least_memory_choice, solve
+from passes.solver import (
+    Answer,
+    Budget,
+    NotCheaperError,
+    ShardingProblem,
+    SolverOptions,
+    least_memory_choice,
+    solve,
+)
 
 _ROUNDS = 8
 """Cutting planes that are tried, each with a solve of its own; `python -m benchmarks.memory_limit` shows what fits."""
@@ -42,10 +50,6 @@ class Point:
 
 class InfeasibleRowError(OverBudgetError):
     """The error where the smallest strategies of all nodes together exceed a budget."""
-
-
-class NotCheaperError(OverBudgetError):
-    """The error where all answers that keep the budgets take as long as one that is known already, or longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +121,8 @@ def seconds_within(
         return math.inf
     try:
         return solve(problem, replace(options, gap=max(options.gap, LOOSE)), cutoff).bound
+    except NotCheaperError:
+        return cutoff
     except PlanningError:  # none was found, which need not be a proof that there is none
         return 0.0
 
@@ -135,11 +141,12 @@ def tightened(fitted: Fitted, least: float, limit: float, options: SolverOptions
     start, answer = time.perf_counter(), replace(fitted.answer, bound=min(least, fitted.answer.objective))
     whole = replace(fitted.problem, budgets=tuple(replace(row, limit=limit) for row in fitted.problem.budgets))
     for problem in (whole, fitted.problem):
-        if answer.objective - answer.bound <= options.gap * answer.objective:
+        if answer.is_within(options.gap_of(problem)):
             break
+        cutoff = math.inf if problem is whole else answer.objective
         try:
-            closer = solve(problem, options)
-        except PlanningError:  # out of time: the answer stays as it is
+            closer = solve(problem, options, cutoff, known=[answer.choice])
+        except PlanningError:  # out of time, or nothing is better: the answer stays as it is
             break
         bound = max(answer.bound, closer.bound) if problem is whole else answer.bound
         if closer.objective <= answer.objective and peak(closer.choice).nbytes <= limit:

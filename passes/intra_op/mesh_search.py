@@ -18,7 +18,6 @@ from passes.intra_op.memory_limit import (
     LOOSE,
     Fitted,
     InfeasibleRowError,
-    NotCheaperError,
     fit,
     least_memory,
     seconds_within,
@@ -30,7 +29,7 @@ from passes.ir import Graph, StatePairs
 from passes.plan import INTERRUPTED, Alternative, Plan
 from passes.progress import Progress, SearchContext
 from passes.sharding import Resharder
-from passes.solver import Answer, Search, SolverOptions
+from passes.solver import Answer, NotCheaperError, Search, SolverOptions
 from passes.text import quantities
 
 _OPEN = 1e-3

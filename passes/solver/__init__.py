@@ -4,7 +4,7 @@ a bound. It knows neither graphs nor meshes.
 
 from passes.solver.options import SolverOptions
 from passes.solver.problem import Budget, Edge, Floats, Indices, Memory, ShardingProblem, Sums
-from passes.solver.search import Answer, Search, least_memory_choice, solve
+from passes.solver.search import Answer, NotCheaperError, Search, least_memory_choice, solve
 
 __all__ = [
     "Answer",
@@ -13,6 +13,7 @@ __all__ = [
     "Floats",
     "Indices",
     "Memory",
+    "NotCheaperError",
     "Search",
     "ShardingProblem",
     "SolverOptions",

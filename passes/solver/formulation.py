@@ -46,7 +46,7 @@ from passes.solver.budget_rows import BudgetRows
 from passes.solver.dual_ascent import Messages, Way
 from passes.solver.edge_flows import Flow, flows
 from passes.solver.factors import Prices
-from passes.solver.linear_program import Floats, Indices, LinearProgram, Outcome
+from passes.solver.linear_program import Basis, Floats, Indices, LinearProgram, Outcome
 from passes.solver.problem import ShardingProblem
 from passes.solver.sum_rows import add_sum
 
@@ -148,6 +148,7 @@ class StrategyProgram:
         self.objective, self.bound = np.inf, -np.inf
         self.values: Floats = np.zeros(0)
         self.duals: Floats = np.zeros(0)
+        self.iterations = 0
 
     def _one_strategy(self) -> list[Indices]:
         """The columns of every node's allowed strategies, of which one is chosen."""
@@ -249,9 +250,17 @@ class StrategyProgram:
 
     def _ended(self, outcome: Outcome) -> str:
         self.values, self.duals = outcome.values, outcome.duals
+        self.iterations += outcome.iterations
         unit = _MICROSECONDS if self.most is None else 1.0
         self.objective, self.bound = outcome.objective / unit, outcome.bound / unit
         return outcome.status
+
+    def allow(self, seconds: Sequence[Floats], basis: Basis | None = None) -> None:
+        """Has the next relaxation choose among strategies of finite `seconds` [nodes][strategies], from a basis on."""
+        finite = [
+            np.isfinite(node_seconds[allowed]) for node_seconds, allowed in zip(seconds, self.allowed, strict=True)
+        ]
+        self.arrays.limit(0, np.concatenate(finite).astype(np.float64), basis)
 
     def edge_prices(self) -> list[Prices]:
         """Seconds that each edge's rows and columns are worth by the last relaxation, in the order of the problem."""
@@ -280,6 +289,15 @@ class StrategyProgram:
         """The strategy with the largest value at every node."""
         chosen = zip(self.allowed, self.strategies, strict=True)
         return tuple(int(allowed[np.argmax(self.values[columns])]) for allowed, columns in chosen)
+
+    def open_nodes(self) -> dict[int, Floats]:
+        """The nodes that the values do not decide, with those of their strategies."""
+        values = {
+            node: np.bincount(allowed, weights=self.values[columns], minlength=self.problem.seconds[node].size)
+            for node, (allowed, columns) in enumerate(zip(self.allowed, self.strategies, strict=True))
+            if columns.size and self.values[columns].max() < 1 - _TOLERANCE
+        }
+        return {node: np.where(node_values > _TOLERANCE, node_values, 0.0) for node, node_values in values.items()}
 
     def guess(self) -> tuple[int, ...]:
         """The strategy with the least cost at every node, at prices if there are any."""

@@ -50,7 +50,7 @@ class Outcome:
     found.
 
     No solution of an integer program costs less than `bound`, if the solver says so, however it ended. `duals` [rows]
-    are the prices of the rows of a relaxation, empty if there are none.
+    are the prices of the rows of a relaxation, empty if there are none, and `iterations` the simplex steps it took.
     """
 
     status: str
@@ -58,6 +58,16 @@ class Outcome:
     values: Floats
     bound: float = -float("inf")
     duals: Floats = field(default_factory=lambda: np.zeros(0))
+    iterations: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """A basis of a relaxation, and the size of the program that it is of."""
+
+    columns: int
+    rows: int
+    highs: Any
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,6 +121,23 @@ class LinearProgram:
         """
         self._highs = self._highs or _Highs(np.zeros(0) if prices is None else prices)
         return self._highs.minimise(self, cost, integral, gap, np.inf if seconds is None else seconds, cutoff)
+
+    @property
+    def basis(self) -> Basis:
+        """The basis at which the last relaxation ended."""
+        assert self._highs is not None
+        return Basis(columns=self.columns, rows=self.rows, highs=self._highs.highs.getBasis())
+
+    def limit(self, first: int, upper: Floats, basis: Basis | None = None) -> None:
+        """Gives columns from `first` on other upper limits; the next relaxation starts at `basis`, or where it is.
+
+        A basis of a program that has grown since is left aside.
+        """
+        assert self._highs is not None
+        columns = np.arange(first, first + upper.size, dtype=np.int32)
+        self._highs.highs.changeColsBounds(upper.size, columns, np.zeros(upper.size), upper)
+        if basis is not None and (basis.columns, basis.rows) == (self.columns, self.rows):
+            self._highs.highs.setBasis(basis.highs)
 
     def bounds(self) -> tuple[Floats, Floats, Floats]:
         """The upper limits of columns, and the limits of rows."""
@@ -230,7 +257,10 @@ class _Highs:
         values = np.array(highs.getSolution().col_value) if feasible else np.zeros(0)
         objective = float(values @ cost) if feasible else float("inf")
         bound = float(highs.getInfo().mip_dual_bound) if integral.size and status != "failed" else -np.inf
-        return Outcome(status=status, objective=objective, values=values, bound=bound, duals=duals)
+        iterations = max(0, int(highs.getInfo().simplex_iteration_count))
+        return Outcome(
+            status=status, objective=objective, values=values, bound=bound, duals=duals, iterations=iterations
+        )
 
     def _duals(self, program: LinearProgram) -> Floats:
         """The prices of the rows: those assumed, and those that the relaxation adds."""

@@ -13,7 +13,8 @@ loose, square layers in a row among them, are thin enough to be eliminated. The 
 of a group's e in the place of w: the mean is below the maximum, so it is a relaxation still, and where readers agree it
 is exact; groups whose readers disagree get their w and it is solved again.
 
-With budgets, a merged program that is left with a gap is branched on in the place of elimination.
+With budgets, a merged program that is left with a gap is branched on in the place of elimination
+(passes/solver/branching.py), and an answer need not be found where none takes less than what is known.
 
 Limits are work: an answer does not depend on the machine's load unless `SolverOptions.time_limit` says so.
 """
@@ -28,6 +29,7 @@ from typing import Literal
 import numpy as np
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
+from passes.solver.branching import Branching
 from passes.solver.clock import Clock
 from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.dominance import without_dominated
@@ -35,7 +37,7 @@ from passes.solver.elimination import EXACT_ENTRIES, Factors, eliminate, enclose
 from passes.solver.formulation import StrategyProgram
 from passes.solver.linear_program import CUTOFF
 from passes.solver.lower_bound import Bound, lifted, loose, raised
-from passes.solver.options import GAP, RADIUS, SolverOptions
+from passes.solver.options import GAP, LUMPY, RADIUS, SolverOptions
 from passes.solver.problem import ShardingProblem, meet
 from passes.solver.pulp_solver import solver_named
 from passes.solver.symmetry import MergedProblem, merge_equal_nodes
@@ -49,10 +51,8 @@ same work (`python -m benchmarks.settings`)."""
 _GUESSED = 1e-2
 """From this gap on, what the prices of a program lead to may do."""
 
-_LUMPY = 1e-3
 _LEAST_MEMORY = 1e-2
-"""Gaps at which a program with budgets or many edges, and one that seeks the least bytes, may end: less takes long. On
-32 layers of LLaMA-3, .05 % is left after .1 s and .02 % after 2.5 s (`python -m benchmarks.planning --mesh 8x8`)."""
+"""The gap at which a program that seeks the least bytes may end: less takes long."""
 
 _RELAXATIONS = 12
 """Relaxations of one program at most: each gives w to all groups whose readers disagree, and few rounds find them."""
@@ -112,12 +112,17 @@ def solve(
     """The best strategy of every node, or any answer once it is clear that none takes less than `cutoff` seconds.
 
     Without `close`, the relaxation is solved, rounded and bounded, and a gap is left as it is. No answer is worse than
-    those that are `known`. Raises PlanningError if no combination of strategies is legal.
+    those that are `known`. Raises PlanningError if no combination of strategies is legal; with budgets, NotCheaperError
+    if none that is legal takes less than `cutoff` seconds and none was met.
     """
     search = Search(problem, options or SolverOptions())
     for choice in known:
         search.offer(choice)
     return search.run(cutoff, close=close)
+
+
+class NotCheaperError(OverBudgetError):
+    """The error where all answers that keep the budgets take as long as one that is known already, or longer."""
 
 
 class Search:
@@ -129,7 +134,7 @@ class Search:
                 raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
         self.clock = Clock(options.time_limit)
         self.whole, self.cutoff = problem, math.inf
-        self.options = replace(options, gap=max(options.gap, _LUMPY)) if problem.budgets else options
+        self.options = replace(options, gap=options.gap_of(problem))
         self.problem = problem
         self.best: tuple[int, ...] | None = None
         self.objective, self.bound = math.inf, -math.inf
@@ -161,13 +166,14 @@ class Search:
 
     def is_closed(self) -> bool:
         """Whether answer and bound meet, or the answer need not be better."""
-        is_closed = self.bound >= self.cutoff or meet(self.objective, self.bound, self.options.gap)
-        return self.best is not None and is_closed
+        if self.bound >= self.cutoff and (self.best is not None or self.problem.budgets):
+            return True
+        return meet(self.objective, self.bound, self.options.gap)
 
     def _is_near(self) -> bool:
         """Whether no more work is due: answer and bound meet, or nearly, where what is left takes long to close."""
         is_large = len(self.problem.edges) > self.options.untied
-        return self.is_closed() or (is_large and meet(self.objective, self.bound, _LUMPY))
+        return self.is_closed() or (is_large and meet(self.objective, self.bound, LUMPY))
 
     def relax(self) -> None:
         """The relaxation of the merged problem, with w where readers disagree; answers rounded from it, and a bound."""
@@ -268,21 +274,19 @@ class Search:
         return entries
 
     def branch(self) -> None:
-        """Branches and bounds on the program of merged nodes; where none is merged, that proves the whole."""
-        if self.merged is None or self.clock.is_late:
+        """Branches and bounds on the relaxation of merged nodes; where none is merged, that proves the whole."""
+        if self.merged is None or self.program is None or self.clock.is_late:
             return
-        program = StrategyProgram(self.merged.problem, whole=True)
-        ended = program.run(gap=self.options.gap, seconds=self.clock.remaining)
-        if program.has_values():
-            self._offer_merged(program.choice())
+
+        branching = Branching(self.program, self._offer_merged, self.cutoff, self.options.gap)
+        branching.run(self.objective, self.bound if self.merged.is_whole else 0.0, self.clock)
         if self.best is not None:
             self.offer(self.best)
         if not self.merged.is_whole:
             return
-        if ended != "infeasible":
-            self.bound = max(self.bound, min(program.bound, self.objective))
-        elif self.best is None:
+        if self.best is None and math.isinf(branching.bound):
             raise _impossible(self.problem)
+        self.bound = max(self.bound, branching.bound)
 
     def ask(self, solver: str) -> None:
         """Solves the whole integer program by a solver of PuLP."""
@@ -304,7 +308,8 @@ class Search:
         if self.best is None and not self.problem.budgets:
             self.eliminate()
         if self.best is None:
-            raise _unfound(self.problem, self.options.time_limit if self.clock.is_late else None)
+            time_limit = self.options.time_limit if self.clock.is_late else None
+            raise _unfound(self.problem, time_limit, is_dearer=self.bound >= self.cutoff)
         self.clock.stop()
         bound = min(max(self.bound, 0.0), self.objective)
         is_within_gap = meet(self.objective, bound, self.options.gap)
@@ -350,8 +355,10 @@ def _excess(problem: ShardingProblem, choice: Sequence[int]) -> float:
     return max((problem.usage(budget, choice) / budget.limit for budget in problem.budgets), default=0.0)
 
 
-def _unfound(problem: ShardingProblem, time_limit: float | None) -> PlanningError:
-    """The error of a problem to which no answer was found, within a time limit if there is one."""
+def _unfound(problem: ShardingProblem, time_limit: float | None, *, is_dearer: bool) -> PlanningError:
+    """The error of a problem to which no answer was found, within a time limit if there is one, or below a cutoff."""
+    if is_dearer:
+        return NotCheaperError("all combinations of strategies that keep the memory limit take too long")
     if time_limit is not None:
         rule = f"no legal plan was found within {time_limit:.0f} s"
         return PlanningError(f"{rule}; give the solver a longer time_limit")
