@@ -65,7 +65,8 @@ FIXED: Mapping[str, str] = dict.fromkeys(
         "memory.gpu_costs.MOST_FLOPS_PER_MICROSECOND", "memory.gpu_costs.FLOAT32_FLOPS_PER_MICROSECOND",
         "memory.gpu_costs.SENT_MICROSECONDS", "memory.gpu_costs.SENT_NBYTES_PER_MICROSECOND", "memory.gpu_tasks.LITTLE",
         "memory.split_products.TILE", "memory.split_products.SPLITS", "memory.split_products.FLOP",
-        "memory.split_products._AMPERE", "memory.split_products._HOPPER", "memory.split_products._BLACKWELL",
+        "memory.tpu_copies.MOST_PADDED", "memory.split_products._AMPERE", "memory.split_products._HOPPER",
+        "memory.split_products._BLACKWELL",
     ),
     "imitates XLA",
 ) | dict.fromkeys(("inter_op.simulator.MICROSECONDS", "solver.formulation._MICROSECONDS"), "a unit") | dict.fromkeys(

@@ -16,16 +16,17 @@ from passes.memory.packing import Span
 
 
 def off_chip(spans: Sequence[Span], moments: int, room_nbytes: int) -> list[Span]:
-    """The spans that are not on the chip, in order."""
+    """The spans beside the chip, in order; what has to be there up to a moment ends then if the chip has room."""
     if not room_nbytes:
         return list(spans)
     used = np.zeros(moments, dtype=np.int64)
-    outside: set[int] = set()
-    for index in sorted(range(len(spans)), key=lambda i: (spans[i].nbytes * (spans[i].last - spans[i].first + 1), i)):
-        span = spans[index]
-        there = used[span.first : span.last + 1]
-        if span.nbytes + int(there.max(initial=0)) <= room_nbytes:
-            there += span.nbytes
-        else:
-            outside.add(index)
-    return [span for index, span in enumerate(spans) if index in outside]
+    ends = [span.last for span in spans]
+    begins = [max(span.first, span.beside + 1) for span in spans]
+    order = sorted(range(len(spans)), key=lambda i: (spans[i].nbytes * (ends[i] - begins[i] + 1), i))
+    for index in order:
+        there = used[begins[index] : spans[index].last + 1]
+        if len(there) and spans[index].nbytes + int(there.max()) <= room_nbytes:
+            there += spans[index].nbytes
+            ends[index] = begins[index] - 1
+    kept = zip(spans, ends, strict=True)
+    return [span if end == span.last else span._replace(last=end) for span, end in kept if end >= span.first]

@@ -35,7 +35,8 @@ def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
         if is_placed:
             continue
         if remaining and span.chain >= 0 and remaining[-1].chain == span.chain and remaining[-1].last == span.first:
-            span = remaining.pop()._replace(last=span.last)
+            before = remaining.pop()
+            span = before._replace(last=span.last, beside=max(before.beside, span.beside))
         remaining.append(span)
     return remaining
 

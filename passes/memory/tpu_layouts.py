@@ -8,6 +8,7 @@ Reference: layouts in the HLO that libtpu 0.0.42 makes; "Array layout" and "Tile
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from itertools import permutations
 
@@ -40,8 +41,13 @@ def nbytes(shape: tuple[int, ...], dtype: str) -> int:
         elements = _up(elements, VECTOR if elements > LANES * 4 else LANES)
     elif elements and wide:
         sizes = set(permutations(wide, 2))
-        elements = min(elements // (rows * lanes) * _padded_rows(rows) * _up(lanes, LANES) for rows, lanes in sizes)
+        elements = min(elements // (rows * lanes) * math.prod(in_tiles(rows, lanes)) for rows, lanes in sizes)
     return _up(elements * item_nbytes(dtype), ALIGNMENT)
+
+
+def in_tiles(rows: int, lanes: int) -> tuple[int, int]:
+    """Rows and columns with the padding of their tiles."""
+    return _padded_rows(rows), _up(lanes, LANES)
 
 
 def _padded_rows(rows: int) -> int:

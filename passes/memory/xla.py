@@ -39,7 +39,8 @@ from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 class Compiler:
     """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
     bytes of an array as it is `stored`, those that fit on the chip itself, the `gaps` between those beside it and the
-    `alignment` of each, and the bytes of the table with which an array is copied to the chip.
+    `alignment` of each. Where arrays have to lie `beside` the chip up to some moment, what is on the chip is chosen
+    before places are; each array, argument and result has a table of `table_nbytes` for its copies.
     """
 
     combine: Combine
@@ -49,6 +50,7 @@ class Compiler:
     on_chip_nbytes: int = 0
     gaps: Callable[[Sequence[Span]], int] = gaps_nbytes
     alignment: int = ALIGNMENT
+    beside: Callable[[DeviceProgram, Sequence[Kernel], Lifetimes, Sequence[int]], Callable[[Buffer], int]] | None = None
     table_nbytes: int = 0
 
 
@@ -64,16 +66,27 @@ def temporaries(
     """The bytes that the compiled step needs beside arguments and outputs."""
     region = _Region(compiler, graph, grouping, mesh, layout, reshardings)
     run = region.run(replace(WHOLE, carried=in_place))
-    spans = [_aligned(span, compiler.alignment) for span in unplaced(run.spans, region.places(run, in_place))]
-    spans = off_chip(spans, len(run.sources), compiler.on_chip_nbytes)
+    places, room = region.places(run, in_place), compiler.on_chip_nbytes
+    spans: Sequence[Span] = run.spans
+    if compiler.beside:
+        arguments = region.arguments(run, in_place)
+        spans = off_chip([*spans, *arguments.values()], len(run.sources), room)
+        spans, copied = spans[: len(spans) - len(arguments)], spans[len(spans) - len(arguments) :]
+        for output, span in zip(arguments, copied, strict=True):
+            if output in places:
+                places[output] = places[output]._replace(after=min(places[output].after, span.last))
+    spans = [_aligned(span, compiler.alignment) for span in unplaced(spans, list(places.values()))]
+    if not compiler.beside:
+        spans = off_chip(spans, len(run.sources), room)
+    tables_nbytes = compiler.table_nbytes * (run.borders + len(run.spans))
     if not spans:
-        return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.begins[:-1]))
+        return Temporaries(where="", holders=(), gaps_nbytes=tables_nbytes, over_time=(0,) * len(run.begins[:-1]))
     live = _live(spans, len(run.sources))
     busiest = int(live.argmax())
     return Temporaries(
         where=run.sources[busiest],
         holders=tuple(_holder(span) for span in spans if span.first <= busiest <= span.last),
-        gaps_nbytes=compiler.gaps(spans) + compiler.table_nbytes * (len(graph.inputs) + len(spans)),
+        gaps_nbytes=compiler.gaps(spans) + tables_nbytes,
         over_time=tuple(np.maximum.reduceat(live, run.begins[:-1]).tolist()),
     )
 
@@ -93,13 +106,25 @@ def _holder(span: Span) -> Holder:
     return region.holder(program, readers, buffer, span.nbytes)
 
 
+def _nowhere(_: Buffer) -> int:
+    """The last moment in which a buffer has to lie beside the chip where all may be on it."""
+    return -1
+
+
 def _aligned(span: Span, alignment: int) -> Span:
     return span._replace(nbytes=-(-span.nbytes // alignment) * alignment)
 
 
 def _inside(span: Span, moment: int, operations: int) -> Span:
     """The span of a body of so many operations that begins at a moment; bodies rank before what is around them."""
-    return span._replace(first=span.first + moment, last=span.last + moment, chain=-1, rank=span.rank - operations)
+    return Span(
+        nbytes=span.nbytes,
+        first=span.first + moment,
+        last=span.last + moment,
+        made_by=span.made_by,
+        rank=span.rank - operations,
+        beside=span.beside + moment if span.beside >= 0 else -1,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +132,7 @@ class _Run:
     """The spans of a region, those of the busiest bodies of its loops included.
 
     `sources` are the lines that run, [moments]; kernel k `begins` in moment `begins[k]`, and all end in the last one.
+    `borders` are the arguments and results, those of its loops' bodies included.
     """
 
     spans: tuple[Span, ...]
@@ -114,6 +140,7 @@ class _Run:
     begins: tuple[int, ...]
     lifetimes: Lifetimes
     program: DeviceProgram
+    borders: int
 
     @property
     def nbytes(self) -> int:
@@ -167,8 +194,18 @@ class _Region:
             sources.extend(inside or source for inside in within.sources)
         begins.append(len(sources))
         place = post_order(program.operations, program.outputs)
+        find = self.compiler.beside
+        beside = find(program, kernels, allocation, begins) if find else _nowhere
         spans = [
-            Span(b.nbytes, first, last, (self, program, allocation.readers, b), chain, place[b.operations[0]])
+            Span(
+                b.nbytes,
+                first,
+                last,
+                (self, program, allocation.readers, b),
+                chain,
+                place[b.operations[0]],
+                min(last, beside(b)),
+            )
             for chain, b in enumerate(allocation.buffers)
             for first, last in _members(program, allocation, begins, b)
         ]
@@ -178,6 +215,7 @@ class _Region:
             begins=tuple(begins),
             lifetimes=allocation,
             program=program,
+            borders=len(self.graph.inputs) + len(self.graph.outputs) + sum(run.borders for run in self.inside.values()),
         )
 
     def _once(self, program: DeviceProgram, moments: int) -> Iterator[Span]:
@@ -188,24 +226,33 @@ class _Region:
             )
             yield Span(buffer.nbytes, 0, moments - 1, (self, program, None, buffer))
 
-    def places(self, run: _Run, in_place: Mapping[int, int]) -> list[Place]:
-        """The places of the outputs, which are those of inputs or their own."""
+    def places(self, run: _Run, in_place: Mapping[int, int]) -> dict[int, Place]:
+        """The places of the outputs, which are those of inputs or their own, by output."""
         allocation, begins = run.lifetimes, run.begins
-        places: list[Place] = []
+        places: dict[int, Place] = {}
         for output, written in enumerate(allocation.written):
             if written < 0:
                 continue
             read = allocation.read[in_place[output]] if output in in_place else -1
             nbytes = self.compiler.stored(run.program.operations[run.program.outputs[output]])
-            places.append(
-                Place(
-                    nbytes=nbytes,
-                    after=begins[read + 1] - 1 if read >= 0 else -1,
-                    before=_begin(run.program, allocation, begins, written),
-                    over=frozenset(allocation.over.get(output, ())),
-                )
+            places[output] = Place(
+                nbytes=nbytes,
+                after=begins[read + 1] - 1 if read >= 0 else -1,
+                before=_begin(run.program, allocation, begins, written),
+                over=frozenset(allocation.over.get(output, ())),
             )
         return places
+
+    def arguments(self, run: _Run, in_place: Mapping[int, int]) -> dict[int, Span]:
+        """The spans of arguments that outputs replace, by output: beside the chip until they are read first."""
+        at = dict(zip(run.lifetimes.order, run.begins, strict=False))
+        spans: dict[int, Span] = {}
+        for output, position in in_place.items():
+            argument = run.program.inputs[position]
+            if read := [at[reader] for reader in run.lifetimes.readers.get(argument, ())]:
+                nbytes = self.compiler.stored(run.program.operations[argument])
+                spans[output] = Span(nbytes, min(read), max(read), beside=min(read))
+        return spans
 
     def holder(
         self, program: DeviceProgram, read_by: Mapping[int, Sequence[int]] | None, buffer: Buffer, nbytes: int

@@ -7,7 +7,7 @@ others, as under tensor parallelism, predictions are up to 27 % too low (docs/li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
 
@@ -15,9 +15,12 @@ from passes.cluster import DeviceSpec
 from passes.memory import tpu_layouts, xla
 from passes.memory.all_reduces import combined
 from passes.memory.holders import Temporaries
+from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from passes.memory.packing import gaps_as_they_come
+from passes.memory.tpu_copies import copied
 from passes.memory.tpu_fusion import fuse
+from passes.memory.two_cores import beside_chip
 
 ON_CHIP_NBYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -32,20 +35,21 @@ ON_CHIP_NBYTES: Mapping[str, int] = MappingProxyType(
 """The bytes of vector memory of a core in which the compiler keeps arrays (jax/_src/pallas/mosaic/tpu_info.py)."""
 
 SPLIT = frozenset({"tpu-v5p"})
-"""TPUs whose two cores share every kernel: either has half of a result in its own memory, so all results lie beside the
-chip, from where they are copied to both. An array that is read in a narrower dtype more than once is then written in
-it. (Of TPU v4 libtpu's topologies name each core apart, so nothing is known of both together.)"""
+"""TPUs whose two cores share every kernel (passes/memory/two_cores.py). An array that is read in a narrower dtype more
+than once is then written in it. (Of TPU v4 libtpu's topologies name each core apart, so nothing is known of both.)"""
 
 SPLIT_ALIGNMENT = 16 * 2**10
-"""Bytes of which every place in the memory of such a TPU is a multiple, the tables of what is copied to its cores
-included: one for every argument and every result. (Offsets that libtpu 0.0.42 writes with `xla_dump_to`; peaks of 68
-steps err by 11.6 % in the mean: `python -m benchmarks.compilers --targets v5p:2x2x2`.)"""
+"""Bytes of which every place in the memory of such a TPU is a multiple, those of tables included: each copy to the chip
+or from it has a table to the end, and so has each kernel that writes several arrays. What libtpu 0.0.42 made of 38
+small steps has 87 to 718; one for each argument, result and array between them is 20 % off in the mean, as some are
+copied several times and others share a kernel. (Offsets that it writes with `xla_dump_to`.)"""
 
-TEMPORARIES: Mapping[str, float] = MappingProxyType({"tpu-v6e": 0.1})
+TEMPORARIES: Mapping[str, float] = MappingProxyType({"tpu-v6e": 0.1, "tpu-v5p": 0.2})
 """The share of that memory which temporaries fill in the model, `MOST_TEMPORARIES` of TPUs that are not here. The rest
 has kernels' own blocks and operands that are fetched ahead of them. Chosen among 0.1, 0.2, 0.3 and 0.4 on 27 steps of
 0.2 to 5 GB each: on v6e, 0.4 has 8 peaks out of bounds and errs by 7.5 % in the mean, 0.1 has 4 and errs by 6.4 %; on
-v5e, 0.1 has 10 and 10.5 %, 0.4 has 7 and 7.1 % (benchmarks.compilers)."""
+v5e, 0.1 has 10 and 10.5 %, 0.4 has 7 and 7.1 %; of 63 steps on v5p, 0.1 has 25 and 7.8 %, 0.2 has 23 and 6.9 %, 0.4 has
+25 and 7.3 % (benchmarks.compilers)."""
 
 MOST_TEMPORARIES = 0.4
 """The share on other TPUs, of which v5e alone was measured, as above."""
@@ -56,18 +60,28 @@ def is_tpu(device: DeviceSpec) -> bool:
     return device.name in ON_CHIP_NBYTES
 
 
+def _copied_and_combined(
+    operations: Sequence[Operation], outputs: Sequence[int]
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+    """The operations with copies to other layouts, and with all-reduces combined."""
+    made, place = copied(operations, outputs)
+    joined, again = combined(made)
+    return joined, tuple(again[p] for p in place)
+
+
 @cache
 def model(device: str) -> Callable[..., Temporaries]:
     """The model of the compiler for a TPU of this name."""
     split = device in SPLIT
     compiler = xla.Compiler(
-        combine=combined,
+        combine=_copied_and_combined if split else combined,
         fuse=partial(fuse, narrowed=split),
         schedule=partial(schedule, hides=False),
         stored=tpu_layouts.stored,
-        on_chip_nbytes=0 if split else int(TEMPORARIES.get(device, MOST_TEMPORARIES) * ON_CHIP_NBYTES[device]),
+        on_chip_nbytes=int(TEMPORARIES.get(device, MOST_TEMPORARIES) * ON_CHIP_NBYTES[device]),
         gaps=gaps_as_they_come,
         alignment=SPLIT_ALIGNMENT if split else tpu_layouts.ALIGNMENT,
+        beside=beside_chip if split else None,
         table_nbytes=SPLIT_ALIGNMENT if split else 0,
     )
     return partial(xla.temporaries, compiler)

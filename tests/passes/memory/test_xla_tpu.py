@@ -214,7 +214,7 @@ def test_results_of_two_cores_lie_beside_the_chip_with_a_table_for_each_copy() -
     split = model_of(V5P)(*step)
     assert split.holders
     assert all(holder.nbytes % SPLIT_ALIGNMENT == 0 for holder in split.holders)
-    assert split.gaps_nbytes >= SPLIT_ALIGNMENT * (len(GRAPH.inputs) + len(split.holders))
+    assert split.gaps_nbytes >= SPLIT_ALIGNMENT * (len(GRAPH.inputs) + len(GRAPH.outputs) + len(split.holders))
 
 
 def test_what_narrows_is_found_above_many_diamonds_at_once() -> None:
