@@ -291,12 +291,7 @@ def predicted_seconds(step: TracedStep, cluster: Cluster) -> float:
 def single_plan(step: TracedStep, cluster: Cluster) -> Plan:
     """The plan of a step on one device of a cluster."""
     alone = replace(cluster.group(), hosts=1, devices_per_host=1, measured=())
-    return data_parallel_plan(step, replace(cluster, groups=(alone,)))
-
-
-def data_parallel_plan(step: TracedStep, cluster: Cluster) -> Plan:
-    """The plan of a step that all devices of a cluster take together, each on its part of the batch."""
-    return cast("Plan", DataParallel().plan(step, cluster, PlanOptions()).plan)
+    return cast("Plan", DataParallel().plan(step, replace(cluster, groups=(alone,)), PlanOptions()).plan)
 
 
 def timer_of(mesh: Mesh, devices: Sequence[Device]) -> Timer:

@@ -1,5 +1,4 @@
-"""The slowdown of operators in whole training steps: transformers with every device at a step of its own, networks of
-convolutions with all devices at one.
+"""The slowdown of operators in whole training steps, with every device at a step of its own.
 
 In a program an operator finds its arrays in farther caches, is one of hundreds that a thread pool starts, and is
 written by a compiler that has laid out arrays for others. No sweep of single operators sees that.
@@ -9,11 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +23,8 @@ from autopar.jax_compat import Device
 from autopar.lowering import device_mesh
 from autopar.rewrite import TracedStep
 from autopar.tools.chains import LONG_SECONDS, clock_of
-from autopar.tools.device_sweep import Sample, data_parallel_plan, single_plan
+from autopar.tools.device_sweep import Sample, single_plan
 from passes.cluster import Cluster, DeviceSpec, Mesh, what_if
-from passes.plan import Plan
-from passes.planners import Manual
 
 KIND = "training steps"
 LAYERS = 2
@@ -67,10 +63,6 @@ class WholeStep(ABC):
         loss, gradients = jax.value_and_grad(self.loss)(weights, batch)
         moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, gradients)
         return jax.tree.map(lambda w, m: w - RATE * m, weights, moments), moments, loss
-
-    def planned(self, cluster: Cluster) -> Plan:
-        """The plan of what is measured, by which a cluster predicts it: a step of one device."""
-        return single_plan(self.traced(), cluster)
 
     def traced(self) -> TracedStep:
         """It as planners take it."""
@@ -124,19 +116,10 @@ def _normed(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvolutionalNet(WholeStep):
-    """The training of residual blocks on images: two convolutions of 3 x 3 each, one of 1 x 1 past them, and norms.
-
-    All devices train it together, each on its images: a norm waits for all of them. Convolutions are calls of a library
-    that shares its threads with the other devices', so their ends are far apart, and what waits for the last is part of
-    what they take.
-    """
+    """The training of residual blocks on images: two convolutions of 3 x 3 each, one of 1 x 1 past them, and norms."""
 
     image: int
     channels: tuple[int, ...]
-
-    def planned(self, cluster: Cluster) -> Plan:
-        """The plan of what is measured: data parallelism of all devices."""
-        return data_parallel_plan(self.traced(), cluster)
 
     @property
     def size(self) -> str:
@@ -182,13 +165,13 @@ def transformers(platform: str) -> tuple[Transformer, ...]:
     return tuple(Transformer(hidden=h, sequence=1024, batch=4, head=64, dtype="bfloat16") for h in of_hidden)
 
 
-def convolutional_nets(platform: str, count: int) -> tuple[ConvolutionalNet, ...]:
-    """The trainings on images that are measured on so many devices, so small that what a convolution takes whatever its
-    size is most of the step: none where it is a kernel like any other.
+def convolutional_nets(platform: str) -> tuple[ConvolutionalNet, ...]:
+    """The trainings on images that are measured, so small that what a convolution takes whatever its size is most of
+    the step: none where it is a kernel like any other.
     """
     if platform != "cpu":
         return ()
-    return tuple(ConvolutionalNet(image=8, channels=c, batch=8 * count) for c in ((8, 16, 32), (16, 32, 64)))
+    return tuple(ConvolutionalNet(image=8, channels=c, batch=8) for c in ((8, 16, 32), (16, 32, 64)))
 
 
 def slowed(cluster: Cluster, mesh: Mesh, devices: Sequence[Device]) -> tuple[Cluster, tuple[Sample, ...]]:
@@ -199,18 +182,18 @@ def slowed(cluster: Cluster, mesh: Mesh, devices: Sequence[Device]) -> tuple[Clu
     (`_convolution_seconds`).
     """
     platform = devices[0].platform
-    several, nets = transformers(platform), convolutional_nets(platform, len(devices))
+    several = transformers(platform)
     spent = [seconds(training, mesh, devices) for training in several]
-    before = [training.planned(cluster).step_seconds for training in several]
+    before = [single_plan(training.traced(), cluster).step_seconds for training in several]
     factor = statistics.geometric_mean([s / p for s, p in zip(spent, before, strict=True)])
     result = _on(cluster, what_if.slower_device(cluster.group().device, factor))
+    nets = convolutional_nets(platform)
     if nets:
-        together = [together_seconds(net, result, devices) for net in nets]
-        called = _convolution_seconds(nets, together, result)
+        spent += [seconds(training, mesh, devices) for training in nets]
+        called = _convolution_seconds(nets, spent[-len(nets) :], result)
         result = _on(result, replace(result.group().device, convolution_seconds=called))
-        spent += together
     samples = (
-        Sample(kind=KIND, size=each.size, predicted=each.planned(result).step_seconds, measured=measured)
+        Sample(kind=KIND, size=each.size, predicted=single_plan(each.traced(), result).step_seconds, measured=measured)
         for each, measured in zip((*several, *nets), spent, strict=True)
     )
     return result, tuple(samples)
@@ -227,8 +210,9 @@ def _convolution_seconds(nets: Sequence[ConvolutionalNet], spent: Sequence[float
     none, unit = (_on(cluster, replace(device, convolution_seconds=each)) for each in (0.0, 1.0))
     beyond: list[float] = []
     for net, measured in zip(nets, spent, strict=True):
-        predicted = net.planned(none).step_seconds
-        beyond.append((measured - predicted) / (net.planned(unit).step_seconds - predicted))
+        step = net.traced()
+        predicted = single_plan(step, none).step_seconds
+        beyond.append((measured - predicted) / (single_plan(step, unit).step_seconds - predicted))
     return max(0.0, statistics.median(beyond))
 
 
@@ -240,9 +224,14 @@ def _on(cluster: Cluster, device: DeviceSpec) -> Cluster:
 def seconds(training: WholeStep, mesh: Mesh, devices: Sequence[Device]) -> float:
     """Median seconds of a training's step while every device of a mesh takes one of its own."""
     clock, cores = clock_of(devices)
-    count = len(devices)
+    rng, count = np.random.default_rng(0), len(devices)
     real = device_mesh(mesh, devices) if mesh.axes else jax.sharding.Mesh(np.array(devices), ("d",))
     spec = PartitionSpec("d")
+
+    def drawn(struct: jax.ShapeDtypeStruct) -> jax.Array:
+        is_whole = np.issubdtype(struct.dtype, np.integer)
+        draw = rng.integers(0, VOCABULARY, struct.shape) if is_whole else rng.normal(scale=0.02, size=struct.shape)
+        return jax.device_put(jnp.asarray(np.stack([draw] * count), struct.dtype), NamedSharding(real, spec))
 
     def local(*each: Any) -> Any:
         return jax.tree.map(lambda x: x[None], training.step(*jax.tree.map(lambda x: x[0], each)))
@@ -251,38 +240,7 @@ def seconds(training: WholeStep, mesh: Mesh, devices: Sequence[Device]) -> float
     run = jax.jit(
         jax.shard_map(local, mesh=real, in_specs=specs, out_specs=specs, check_vma=False), donate_argnums=(0, 1)
     )
-    copies = jax.tree.map(lambda x: np.stack([x] * count), _drawn(training))
-    return _median(run, jax.device_put(copies, NamedSharding(real, spec)), clock, cores)
-
-
-def together_seconds(training: WholeStep, cluster: Cluster, devices: Sequence[Device]) -> float:
-    """Median seconds of a step that all devices take together, by the training's plan for a cluster.
-
-    They are of the wall clock: where devices wait for each other, no processor works.
-    """
-    manual = Manual(training.planned(cluster))
-    step = parallelize(training.step, cluster=cluster, devices=devices, planner=manual, donate_argnums=(0, 1))
-    run = step.lower(*training.arguments()).compile()
-    return _median(run, jax.device_put(_drawn(training), run.input_shardings[0]), time.perf_counter, 1)
-
-
-def _drawn(training: WholeStep) -> tuple[Any, Any, Any]:
-    """Weights, moments and a batch, drawn with a fixed seed."""
-    rng = np.random.default_rng(0)
-
-    def draw(struct: jax.ShapeDtypeStruct) -> np.ndarray:
-        is_whole = np.issubdtype(struct.dtype, np.integer)
-        drawn = rng.integers(0, VOCABULARY, struct.shape) if is_whole else rng.normal(scale=0.02, size=struct.shape)
-        return drawn.astype(struct.dtype)
-
-    return cast("tuple[Any, Any, Any]", jax.tree.map(draw, training.arguments()))
-
-
-def _median(
-    run: Callable[..., tuple[Any, Any, jax.Array]], arguments: Any, clock: Callable[[], float], cores: int
-) -> float:
-    """Median seconds by the clock of a step that is run again and again on what it returns."""
-    weights, moments, batch = arguments
+    weights, moments, batch = jax.tree.map(drawn, training.arguments())
     runs: list[float] = []
     for _ in range(WARM + RUNS):
         start, calls, spent = clock(), 0, 0.0

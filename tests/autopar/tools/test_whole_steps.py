@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from autopar.tools import whole_steps
-from autopar.tools.device_sweep import data_parallel_plan, single_plan
+from autopar.tools.device_sweep import single_plan
 from autopar.tools.whole_steps import ConvolutionalNet, Transformer, WholeStep
-from passes.cluster import Cluster, Mesh, parse_cluster, what_if
+from passes.cluster import Mesh, parse_cluster, what_if
 
 SEVERAL = (Transformer(hidden=16, sequence=8, head=8), Transformer(hidden=32, sequence=16, head=8))
 
@@ -76,13 +76,9 @@ def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPa
     def seconds(training: WholeStep, mesh: Mesh, devices: object) -> float:
         return single_plan(training.traced(), truth).step_seconds
 
-    def together_seconds(training: WholeStep, cluster: Cluster, devices: object) -> float:
-        return data_parallel_plan(training.traced(), truth).step_seconds
-
     monkeypatch.setattr(whole_steps, "seconds", seconds)
-    monkeypatch.setattr(whole_steps, "together_seconds", together_seconds)
     monkeypatch.setattr(whole_steps, "transformers", lambda platform: SEVERAL)
-    monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform, count: NETS)
+    monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: NETS)
     mesh = Mesh(axes=("d",), sizes=(2,), cluster=cluster)
     slowed, samples = whole_steps.slowed(cluster, mesh, jax.devices()[:2])
     device, known = slowed.group().device, truth.group().device
@@ -98,39 +94,26 @@ def test_images_that_are_faster_than_predicted_take_no_less_than_nothing(monkeyp
     cluster = parse_cluster("2:cpu")
 
     def seconds(training: WholeStep, mesh: Mesh, devices: object) -> float:
-        return single_plan(training.traced(), cluster).step_seconds
-
-    def together_seconds(training: WholeStep, cluster: Cluster, devices: object) -> float:
-        return training.planned(cluster).step_seconds * 0.5
+        return single_plan(training.traced(), cluster).step_seconds * (0.5 if training in NETS else 1.0)
 
     monkeypatch.setattr(whole_steps, "seconds", seconds)
-    monkeypatch.setattr(whole_steps, "together_seconds", together_seconds)
     monkeypatch.setattr(whole_steps, "transformers", lambda platform: SEVERAL)
-    monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform, count: NETS)
+    monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: NETS)
     slowed, _ = whole_steps.slowed(cluster, Mesh(axes=("d",), sizes=(2,), cluster=cluster), jax.devices()[:2])
     assert slowed.group().device.convolution_seconds == 0.0
 
 
+@pytest.mark.parametrize("training", [SEVERAL[0], NETS[0]], ids=["transformer", "images"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_every_device_takes_a_step_of_its_own(count: int):
+def test_every_device_takes_a_step_of_its_own(count: int, training: WholeStep):
     devices = jax.devices()[:count]
     cluster = parse_cluster(f"{count}:cpu")
     mesh = Mesh(axes=("d",) if count > 1 else (), sizes=(count,) if count > 1 else (), cluster=cluster)
-    assert 0 < whole_steps.seconds(SEVERAL[0], mesh, devices) < 1
-
-
-@pytest.mark.parametrize("devices", [jax.devices()[:1], jax.devices()[2:4]], ids=["one device", "two others"])
-def test_all_devices_take_a_step_together(devices: list[jax.Device]):
-    """Each norm is over all images: the plan reduces it, and what runs is that plan."""
-    cluster = parse_cluster(f"{len(devices)}:cpu")
-    sent = {collective.kind for collective in NETS[0].planned(cluster).collectives}
-    assert sent == ({"all_reduce"} if len(devices) > 1 else set())
-    assert 0 < whole_steps.together_seconds(NETS[0], cluster, devices) < 1
+    assert 0 < whole_steps.seconds(training, mesh, devices) < 1
 
 
 def test_accelerators_take_larger_ones():
-    assert not whole_steps.convolutional_nets("gpu", 8)
-    assert {net.batch for net in whole_steps.convolutional_nets("cpu", 4)} == {32}
+    assert not whole_steps.convolutional_nets("gpu")
     for platform in ("cpu", "gpu", "tpu"):
         for training in whole_steps.transformers(platform):
             assert training.hidden % training.head == 0
