@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,9 +29,10 @@ LONGER = 3
 """A chain is run so many times as long, too, and the difference is that of the operations: a call by itself takes as
 long as many small ones."""
 
-ARRAYS = 16
-"""Arrays that a copy or collective is measured on in turn: 8 devices hold 128 MiB of 1 MiB each, which few caches do;
-smaller ones may stay in one, as in a program."""
+ARRAYS, FEWEST_ARRAYS = 16, 4
+HELD_NBYTES = 1 << 24
+"""Arrays that a copy or collective is measured on in turn: as many as hold this together, 128 MiB on 8 devices, which
+few caches do. Of small ones, which may stay in a cache as in a program, so many and no more."""
 
 WORK = 128
 """Rows and columns of the matrix that is multiplied by itself between two collectives: 0.1 to 0.2 ms of 8 devices on 2
@@ -82,7 +84,8 @@ def apart_seconds(operation: Operation, shape: tuple[int, ...], mesh: Mesh, devi
 
         return lax.fori_loop(0, count, replaced, arrays)
 
-    return _least(chain, (ARRAYS, *shape), mesh, devices, "float32", time.perf_counter, (ARRAYS,))[0] / ARRAYS
+    count = _arrays(math.prod(shape))
+    return _least(chain, (count, *shape), mesh, devices, "float32", time.perf_counter, (count,))[0] / count
 
 
 def between_products_seconds(operation: Operation, n: int, mesh: Mesh, devices: Sequence[Device]) -> float:
@@ -104,7 +107,13 @@ def between_products_seconds(operation: Operation, n: int, mesh: Mesh, devices: 
         matrix = jnp.full((WORK, WORK), arrays[0, 0])
         return lax.fori_loop(0, count, replaced, (arrays, matrix))[0]
 
-    return _least(chain, (ARRAYS, n), mesh, devices, "float32", time.perf_counter, (ARRAYS,))[0] / ARRAYS
+    count = _arrays(n)
+    return _least(chain, (count, n), mesh, devices, "float32", time.perf_counter, (count,))[0] / count
+
+
+def _arrays(elements: int) -> int:
+    """The number of arrays of so many float32 numbers that a chain goes through."""
+    return min(ARRAYS, max(FEWEST_ARRAYS, HELD_NBYTES // (4 * elements)))
 
 
 def _least(

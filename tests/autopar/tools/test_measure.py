@@ -164,6 +164,17 @@ def test_long_runs_are_fewer_and_one_program_serves_all_lengths(run_seconds, run
     assert len(traced) == 1
 
 
+@pytest.mark.parametrize(("elements", "arrays"), [(4, 16), (1 << 18, 16), (1 << 20, 4), (1 << 27, 4)])
+def test_large_arrays_are_fewer(elements, arrays, monkeypatch):
+    """As many as no cache holds: 1 MiB is read from 16 of them, 4 MiB and more from 4."""
+    shapes = []
+    monkeypatch.setattr(chains, "_least", lambda chain, shape, *rest: shapes.append((shape, rest[-1])) or [1.0])
+    mesh = Mesh(axes=(), sizes=(), cluster=parse_cluster("1:cpu"))
+    assert chains.apart_seconds(jnp.sin, (elements,), mesh, jax.devices()[:1]) == 1 / arrays
+    assert chains.between_products_seconds(jnp.sin, elements, mesh, jax.devices()[:1]) == 1 / arrays
+    assert shapes == [((arrays, elements), (arrays,))] * 2
+
+
 def test_copies_are_measured_on_one_array_after_another():
     seen = []
 
