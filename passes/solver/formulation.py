@@ -260,7 +260,7 @@ class StrategyProgram:
         finite = [
             np.isfinite(node_seconds[allowed]) for node_seconds, allowed in zip(seconds, self.allowed, strict=True)
         ]
-        self.arrays.limit(0, np.concatenate(finite).astype(np.float64), basis)
+        self.arrays.limit(np.concatenate(finite).astype(np.float64), basis)
 
     def edge_prices(self) -> list[Prices]:
         """Seconds that each edge's rows and columns are worth by the last relaxation, in the order of the problem."""

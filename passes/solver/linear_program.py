@@ -128,13 +128,13 @@ class LinearProgram:
         assert self._highs is not None
         return Basis(columns=self.columns, rows=self.rows, highs=self._highs.highs.getBasis())
 
-    def limit(self, first: int, upper: Floats, basis: Basis | None = None) -> None:
-        """Gives columns from `first` on other upper limits; the next relaxation starts at `basis`, or where it is.
+    def limit(self, upper: Floats, basis: Basis | None = None) -> None:
+        """Gives the first columns other upper limits; the next relaxation starts at `basis`, or where it is.
 
         A basis of a program that has grown since is left aside.
         """
         assert self._highs is not None
-        columns = np.arange(first, first + upper.size, dtype=np.int32)
+        columns = np.arange(upper.size, dtype=np.int32)
         self._highs.highs.changeColsBounds(upper.size, columns, np.zeros(upper.size), upper)
         if basis is not None and (basis.columns, basis.rows) == (self.columns, self.rows):
             self._highs.highs.setBasis(basis.highs)
