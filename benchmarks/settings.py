@@ -48,10 +48,10 @@ ROOMS = (
 
 FIXED: Mapping[str, str] = dict.fromkeys(
     (
-        "inter_op.partitions._ROUNDING", "inter_op.search.CLOSE", "intra_op.extract.EQUAL",
-        "intra_op.restrictions._ROUNDING", "pipeline.lower_bounds.SLACK", "solver.dominance._ROUNDING",
-        "solver.edge_flows._LEG", "solver.elimination._MOST_KEY", "solver.formulation._TOLERANCE",
-        "solver.problem.ROUNDING", "solver.problem._EXCESS",
+        "intra_op.restrictions._ROUNDING", "inter_op.partitions._ROUNDING", "solver.formulation._TOLERANCE",
+        "solver.elimination._MOST_KEY", "pipeline.lower_bounds.SLACK", "solver.dominance._ROUNDING",
+        "solver.problem.ROUNDING", "intra_op.extract.EQUAL", "solver.edge_flows._LEG", "solver.problem._EXCESS",
+        "inter_op.search.CLOSE",
     ),
     "what double precision or a solver loses",
 ) | dict.fromkeys(
