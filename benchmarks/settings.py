@@ -46,30 +46,27 @@ ROOMS = (
 )  # fmt: skip
 """Rooms of `passes` whose numbers steer planning; others describe devices and operators, or lay out text."""
 
+_OF_XLA: Mapping[str, str] = {
+    "fusion": "LIBRARY_ELEMENTS", "packing": "ALIGNMENT", "overlap": "HOP", "xla_tpu": "SPLIT_ALIGNMENT",
+    "lowering_rules": "COPIED_NBYTES FUSED_JOINS ROW_NBYTES", "gpu_collectives": "COMBINED COMBINED_NBYTES",
+    "gpu_costs": "FLOAT32_FLOPS_PER_MICROSECOND FLOPS_PER_MICROSECOND KERNEL LIBRARY_MICROSECONDS "
+    "MOST_FLOPS_PER_MICROSECOND NBYTES_PER_MICROSECOND SENT_MICROSECONDS SENT_NBYTES_PER_MICROSECOND SIDES",
+    "gpu_cycles": "LAUNCH_SECONDS", "gpu_fusion": "COLUMN OPERANDS", "gpu_tasks": "LAUNCH_NBYTES LITTLE",
+    "split_products": "FLOP SPLITS TILE _AMPERE _BLACKWELL _HOPPER",
+    "tpu_copies": "MOST_PADDED", "tpu_layouts": "ALIGNMENT LANES ROWS VECTOR",
+}  # fmt: skip
+"""Numbers with which a module of `passes/memory` imitates XLA."""
+
 FIXED: Mapping[str, str] = dict.fromkeys(
     (
-        "intra_op.restrictions._ROUNDING", "inter_op.partitions._ROUNDING", "solver.formulation._TOLERANCE",
-        "solver.elimination._MOST_KEY", "pipeline.lower_bounds.SLACK", "solver.dominance._ROUNDING",
-        "solver.problem.ROUNDING", "intra_op.extract.EQUAL", "solver.edge_flows._LEG", "solver.problem._EXCESS",
-        "inter_op.search.CLOSE",
+        "inter_op.partitions._ROUNDING", "inter_op.search.CLOSE", "intra_op.extract.EQUAL",
+        "intra_op.restrictions._ROUNDING", "pipeline.lower_bounds.SLACK", "solver.dominance._ROUNDING",
+        "solver.edge_flows._LEG", "solver.elimination._MOST_KEY", "solver.formulation._TOLERANCE",
+        "solver.problem.ROUNDING", "solver.problem._EXCESS",
     ),
     "what double precision or a solver loses",
 ) | dict.fromkeys(
-    (
-        "memory.gpu_costs.FLOAT32_FLOPS_PER_MICROSECOND", "memory.gpu_costs.SENT_NBYTES_PER_MICROSECOND",
-        "memory.gpu_costs.MOST_FLOPS_PER_MICROSECOND", "memory.gpu_costs.NBYTES_PER_MICROSECOND", "memory.overlap.HOP",
-        "memory.gpu_collectives.COMBINED_NBYTES", "memory.gpu_costs.FLOPS_PER_MICROSECOND", "memory.packing.ALIGNMENT",
-        "memory.gpu_costs.LIBRARY_MICROSECONDS", "memory.lowering_rules.COPIED_NBYTES", "memory.split_products.SPLITS",
-        "memory.gpu_costs.SENT_MICROSECONDS", "memory.lowering_rules.FUSED_JOINS", "memory.lowering_rules.ROW_NBYTES",
-        "memory.gpu_cycles.LAUNCH_SECONDS", "memory.split_products._BLACKWELL", "memory.gpu_collectives.COMBINED",
-        "memory.fusion.LIBRARY_ELEMENTS", "memory.gpu_tasks.LAUNCH_NBYTES", "memory.xla_tpu.SPLIT_ALIGNMENT",
-        "memory.tpu_copies.MOST_PADDED", "memory.split_products._AMPERE", "memory.split_products._HOPPER",
-        "memory.tpu_layouts.ALIGNMENT", "memory.gpu_fusion.OPERANDS", "memory.split_products.TILE",
-        "memory.split_products.FLOP", "memory.tpu_layouts.VECTOR", "memory.tpu_layouts.LANES",
-        "memory.gpu_fusion.COLUMN", "memory.gpu_costs.KERNEL", "memory.gpu_tasks.LITTLE", "memory.tpu_layouts.ROWS",
-        "memory.gpu_costs.SIDES",
-    ),
-    "imitates XLA",
+    (f"memory.{module}.{name}" for module, names in _OF_XLA.items() for name in names.split()), "imitates XLA"
 ) | dict.fromkeys(("inter_op.simulator.MICROSECONDS", "solver.formulation._MICROSECONDS"), "a unit") | dict.fromkeys(
     (
         "intra_op.axis_choices.PARTIAL", "inter_op.schedules.NOTHING", "layers.attention.FUSED",
