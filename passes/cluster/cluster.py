@@ -56,23 +56,22 @@ class DeviceSpec:
     large products reach; each of a product's three extents e (rows, columns, inner) slows it by 1 + `half_extent` / e
     (0: not at all). With so many `cores`, products are cut into tiles that they take in waves instead, and each tile
     begins and ends in the time of `half_inner` steps along the inner dimension. What computes little reaches
-    `memory_efficiency` of `memory_bytes_per_second`. `launch_seconds` is the floor of one fused kernel. Arrays
-    are put into another order at `strided_bytes_per_second` (0: at no cost): by a transpose, by products whose batch
-    dimensions lie behind others, and by a collective that cuts or joins another dimension than the leading one, of
-    its larger side. Products side by side of which each is a call, as those whose left operand has its rows last are on
-    CPUs, take `product_seconds` each beyond what they compute, and where a convolution is a product of patches that are
-    put together first, each pixel of each patch takes `pixel_seconds`, and each convolution `convolution_seconds`.
-    Arrays come from and go to the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives:
-    no accelerator of the table has a slower link. 0 says that there is no way.
-    A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the device where it is idle;
-    an array sent to the next stage takes `send_seconds` more than its bytes, and the sender computes during the part
-    `send_overlap` of that.
-    Of what collectives take that gather weights ahead of their use, or reduce gradients while the backward pass goes
-    on, the part `collective_overlap` is hidden behind computing. The compiler combines those of
-    gradients in buckets of `bucket_nbytes` (0: each is sent by itself).
-    Where it `fuses_attention`, the scores of attention exist inside one kernel alone, forward and backward: that is a
-    property of the software that computes on it, and XLA finds no such chain by itself.
-    `widened` maps dtypes that the device's compiler has no arithmetic for to those in which it does it instead.
+    `memory_efficiency` of `memory_bytes_per_second`. `launch_seconds` is the floor of one fused kernel. Arrays are put
+    into another order at `strided_bytes_per_second` (0: at no cost): by a transpose, by products whose batch dimensions
+    lie behind others, and by a collective that cuts or joins another dimension than the leading one, of its larger
+    side. Products side by side of which each is a call, as those whose left operand has its rows last are on CPUs, take
+    `product_seconds` each beyond what they compute. Convolutions compute at `convolution_efficiency` times the rate of
+    products, and where they are products of patches that are put together first, each pixel of each patch takes
+    `pixel_seconds`, and each convolution `convolution_seconds`. Arrays come from and go to the host's memory at
+    `host_bytes_per_second`, by default what PCI Express 3 x16 gives: no accelerator of the table has a slower link. 0
+    says that there is no way. A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the
+    device where it is idle; an array sent to the next stage takes `send_seconds` more than its bytes, and the sender
+    computes during the part `send_overlap` of that. Of what collectives take that gather weights ahead of their use, or
+    reduce gradients while the backward pass goes on, the part `collective_overlap` is hidden behind computing. The
+    compiler combines those of gradients in buckets of `bucket_nbytes` (0: each is sent by itself). Where it
+    `fuses_attention`, the scores of attention exist inside one kernel alone, forward and backward: that is a property
+    of the software that computes on it, and XLA finds no such chain by itself. `widened` maps dtypes that the device's
+    compiler has no arithmetic for to those in which it does it instead.
     """
 
     name: str
@@ -88,6 +87,7 @@ class DeviceSpec:
     memory_efficiency: float = 1.0
     strided_bytes_per_second: float = 0.0
     product_seconds: float = 0.0
+    convolution_efficiency: float = 1.0
     pixel_seconds: float = 0.0
     convolution_seconds: float = 0.0
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
@@ -349,11 +349,11 @@ _LINK = ("alpha_seconds", "bytes_per_second")
 _OPTIONAL = ("adapters", "wiring", "measured")
 _RATES = (
     *("half_extent", "half_inner", "strided_bytes_per_second", "product_seconds", "pixel_seconds"),
-    "convolution_seconds",
-    *("host_bytes_per_second", "dispatch_seconds", "send_seconds", "bucket_nbytes"),
+    *("convolution_seconds", "host_bytes_per_second", "dispatch_seconds", "send_seconds", "bucket_nbytes"),
 )
 _PARTS = ("send_overlap", "collective_overlap")
-_SEEN = (*_RATES, *_PARTS, "memory_efficiency", "cores", "fuses_attention", "widened")
+_EFFICIENCIES = ("memory_efficiency", "convolution_efficiency")
+_SEEN = (*_RATES, *_PARTS, *_EFFICIENCIES, "cores", "fuses_attention", "widened")
 _DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
 
 
@@ -372,7 +372,7 @@ def _device(read: _Fields) -> DeviceSpec:
         cores=int(read.at_least_0("cores")),
         fuses_attention=read.flag("fuses_attention", False),
         widened=_texts(read, "widened"),
-        memory_efficiency=read.rate("memory_efficiency") if "memory_efficiency" in read.data else 1.0,
+        **{name: read.rate(name) for name in _EFFICIENCIES if name in read.data},
         **{name: read.at_least_0(name) for name in _RATES if name in read.data},
         **{name: read.part(name) for name in _PARTS if name in read.data},
     )

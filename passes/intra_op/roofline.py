@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from passes.cluster import Mesh
+from passes.cluster import DeviceSpec, Mesh
 from passes.ir import TensorType
 from passes.rules import Assignment, ShardingRule
 
@@ -24,13 +24,14 @@ Reference: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wav
 def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float:
     """The flops of one device; only factors on a dimension divide the work.
 
-    Where products of some shapes are slow, flops count for as many as a large product has in the same time.
+    Where products of some shapes are slow, or convolutions are fast, flops count for as many as a large product has in
+    the same time.
     """
-    parts = pieces(rule, assignment, mesh)
-    flops = rule.flops / math.prod(parts.values())
-    if not is_slowed(rule, mesh):
-        return flops
     device = mesh.cluster.group().device
+    parts = pieces(rule, assignment, mesh)
+    flops = rule.flops / math.prod(parts.values()) / (device.convolution_efficiency if rule.convolves else 1.0)
+    if not _is_slowed(rule, device):
+        return flops
     rows, columns, inner = extents(rule, parts)
     if device.cores:
         return flops / _share(device.cores, device.half_inner, batch_size(rule, parts), rows, columns, inner)
@@ -51,13 +52,18 @@ def times_made(types: Sequence[TensorType]) -> int:
     return max([1, *(type.fused for type in types)])
 
 
-def is_slowed(rule: ShardingRule, mesh: Mesh) -> bool:
+def has_own_rate(rule: ShardingRule, mesh: Mesh) -> bool:
+    """Whether an operator computes at another rate than large products do: as a convolution, or by its shape."""
+    device = mesh.cluster.group().device
+    return (rule.convolves and device.convolution_efficiency != 1.0) or _is_slowed(rule, device)
+
+
+def _is_slowed(rule: ShardingRule, device: DeviceSpec) -> bool:
     """Whether an operator is a product on a device on which its shape matters.
 
     Convolutions are no tiled products on GPUs, whose libraries have other algorithms for them (Winograd, FFT), and no
     measurement that we know of says how their shapes matter: all reach what large products do.
     """
-    device = mesh.cluster.group().device
     is_tiled = device.cores and rule.window == 1.0
     return bool((device.half_extent or is_tiled) and not rule.light and rule.flops and len(rule.operands) == 2)
 

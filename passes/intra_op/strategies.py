@@ -23,7 +23,7 @@ from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice, Signature, SizelessRule, Where
 from passes.intra_op.rearranging import is_ordered, rearranging_seconds
-from passes.intra_op.roofline import is_slowed, local_flops, times_made
+from passes.intra_op.roofline import has_own_rate, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.ir import Graph, TensorType
 from passes.placement import Grouping, OperatorGroup
@@ -294,7 +294,7 @@ class _Pricing:
         member_flops = np.array([member.rule.flops for member in self.members])
         rows = member_flops[:, None] / self.tabulator.pieces(self.space.cuts)
         for position, member in enumerate(self.members):
-            if is_slowed(member.rule, mesh):
+            if has_own_rate(member.rule, mesh):
                 rows[position] = self._of_assignments(position, partial(local_flops, member.rule, mesh=mesh))
         return _added(rows * again[:, None])
 

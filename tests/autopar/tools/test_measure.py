@@ -91,6 +91,7 @@ def test_a_device_is_measured_as_what_it_is(shape):
         flops_per_second={"float32": 3e10, "bfloat16": 6e10},
         product_seconds=1e-6,
         pixel_seconds=1e-8,
+        convolution_efficiency=2.0,
         widened={},
     )
     group = on(truth).group()
@@ -119,6 +120,7 @@ def test_a_device_is_measured_as_what_it_is(shape):
     assert (device.launch_seconds, device.strided_bytes_per_second) == (truth.launch_seconds, 0.0)
     assert device.product_seconds == pytest.approx(truth.product_seconds)
     assert device.pixel_seconds == pytest.approx(truth.pixel_seconds)
+    assert device.convolution_efficiency == pytest.approx(truth.convolution_efficiency)
     assert device.dispatch_seconds > 0
     for sample in samples:
         assert sample.predicted == pytest.approx(sample.measured)

@@ -98,6 +98,7 @@ device_specs = st.builds(
     cores=st.integers(min_value=0, max_value=1024),
     half_inner=st.floats(min_value=0, max_value=512),
     product_seconds=st.floats(min_value=0, max_value=1),
+    convolution_efficiency=numbers,
     pixel_seconds=st.floats(min_value=0, max_value=1),
     memory_efficiency=numbers,
     fuses_attention=st.booleans(),
