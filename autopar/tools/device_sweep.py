@@ -246,7 +246,6 @@ def fitted_device(
         launch_seconds=floor,
         convolution_efficiency=1.0,
         pixel_seconds=0.0,
-        convolution_seconds=0.0,
     )
 
     def priced(device: DeviceSpec, case: Case) -> float:

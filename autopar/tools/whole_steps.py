@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.api import parallelize
 from autopar.jax_compat import Device
-from autopar.lowering import device_mesh
+from autopar.lowering import build, device_mesh
 from autopar.rewrite import TracedStep
 from autopar.tools.chains import LONG_SECONDS, clock_of
 from autopar.tools.device_sweep import Sample, single_plan
@@ -166,9 +166,7 @@ def transformers(platform: str) -> tuple[Transformer, ...]:
 
 
 def convolutional_nets(platform: str) -> tuple[ConvolutionalNet, ...]:
-    """The trainings on images that are measured, so small that what a convolution takes whatever its size is most of
-    the step: none where it is a kernel like any other.
-    """
+    """The trainings on images that are measured: none where convolutions are kernels like any other."""
     if platform != "cpu":
         return ()
     return tuple(ConvolutionalNet(image=8, channels=c, batch=8) for c in ((8, 16, 32), (16, 32, 64)))
@@ -177,43 +175,19 @@ def convolutional_nets(platform: str) -> tuple[ConvolutionalNet, ...]:
 def slowed(cluster: Cluster, mesh: Mesh, devices: Sequence[Device]) -> tuple[Cluster, tuple[Sample, ...]]:
     """The cluster whose operators take as many times as long as trainings do, beside what it predicts of each.
 
-    It is one factor for all, the geometric mean of the transformers': trainings do not tell which operator has lost
-    what. What trainings on images take beyond that is a time of each convolution, whatever its size
-    (`_convolution_seconds`).
+    It is one factor for all, the geometric mean: trainings do not tell which operator has lost what.
     """
     platform = devices[0].platform
-    several = transformers(platform)
+    several = (*transformers(platform), *convolutional_nets(platform))
     spent = [seconds(training, mesh, devices) for training in several]
     before = [single_plan(training.traced(), cluster).step_seconds for training in several]
     factor = statistics.geometric_mean([s / p for s, p in zip(spent, before, strict=True)])
     result = _on(cluster, what_if.slower_device(cluster.group().device, factor))
-    nets = convolutional_nets(platform)
-    if nets:
-        spent += [seconds(training, mesh, devices) for training in nets]
-        called = _convolution_seconds(nets, spent[-len(nets) :], result)
-        result = _on(result, replace(result.group().device, convolution_seconds=called))
     samples = (
         Sample(kind=KIND, size=each.size, predicted=single_plan(each.traced(), result).step_seconds, measured=measured)
-        for each, measured in zip((*several, *nets), spent, strict=True)
+        for each, measured in zip(several, spent, strict=True)
     )
     return result, tuple(samples)
-
-
-def _convolution_seconds(nets: Sequence[ConvolutionalNet], spent: Sequence[float], cluster: Cluster) -> float:
-    """The median seconds of a convolution beyond what a cluster predicts of it, at least 0.
-
-    On 8 virtual devices of 2 cores it was 0.12 to 0.31 ms in these nets, of which it is more than a half, and 0.25 ms
-    in Wide-ResNet, whose operators were predicted at 14 ms and took 26 (jaxlib 0.10.2): each is a call of a library
-    that shares its threads with the other devices'.
-    """
-    device = cluster.group().device
-    none, unit = (_on(cluster, replace(device, convolution_seconds=each)) for each in (0.0, 1.0))
-    beyond: list[float] = []
-    for net, measured in zip(nets, spent, strict=True):
-        step = net.traced()
-        predicted = single_plan(step, none).step_seconds
-        beyond.append((measured - predicted) / (single_plan(step, unit).step_seconds - predicted))
-    return max(0.0, statistics.median(beyond))
 
 
 def _on(cluster: Cluster, device: DeviceSpec) -> Cluster:
@@ -222,30 +196,32 @@ def _on(cluster: Cluster, device: DeviceSpec) -> Cluster:
 
 
 def seconds(training: WholeStep, mesh: Mesh, devices: Sequence[Device]) -> float:
-    """Median seconds of a training's step while every device of a mesh takes one of its own."""
+    """Median seconds of a training's step, in autopar's program of it, while every device of a mesh takes one."""
     clock, cores = clock_of(devices)
     rng, count = np.random.default_rng(0), len(devices)
     real = device_mesh(mesh, devices) if mesh.axes else jax.sharding.Mesh(np.array(devices), ("d",))
-    spec = PartitionSpec("d")
+    spec, step = PartitionSpec("d"), training.traced()
+    program = build(step.traced, single_plan(step, mesh.cluster), devices[:1]).function
 
     def drawn(struct: jax.ShapeDtypeStruct) -> jax.Array:
         is_whole = np.issubdtype(struct.dtype, np.integer)
         draw = rng.integers(0, VOCABULARY, struct.shape) if is_whole else rng.normal(scale=0.02, size=struct.shape)
         return jax.device_put(jnp.asarray(np.stack([draw] * count), struct.dtype), NamedSharding(real, spec))
 
-    def local(*each: Any) -> Any:
-        return jax.tree.map(lambda x: x[None], training.step(*jax.tree.map(lambda x: x[0], each)))
+    def local(state: tuple[jax.Array, ...], batch: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        *state, loss = (x[None] for x in program(*(x[0] for x in (*state, batch))))
+        return tuple(state), loss
 
-    specs = (spec, spec, spec)
     run = jax.jit(
-        jax.shard_map(local, mesh=real, in_specs=specs, out_specs=specs, check_vma=False), donate_argnums=(0, 1)
+        jax.shard_map(local, mesh=real, in_specs=(spec, spec), out_specs=spec, check_vma=False), donate_argnums=0
     )
-    weights, moments, batch = jax.tree.map(drawn, training.arguments())
+    *given, batch = map(drawn, jax.tree.leaves(training.arguments()))
+    state = tuple(given)
     runs: list[float] = []
     for _ in range(WARM + RUNS):
         start, calls, spent = clock(), 0, 0.0
         while calls < CALLS and spent < LONG_SECONDS * cores:
-            weights, moments, loss = run(weights, moments, batch)
+            state, loss = run(state, batch)
             loss.block_until_ready()
             calls, spent = calls + 1, clock() - start
         runs.append(spent / cores / calls)

@@ -58,11 +58,11 @@ class DeviceSpec:
     begins and ends in the time of `half_inner` steps along the inner dimension. What computes little reaches
     `memory_efficiency` of `memory_bytes_per_second`. `launch_seconds` is the floor of one fused kernel. Arrays are put
     into another order at `strided_bytes_per_second` (0: at no cost): by a transpose, by products whose batch dimensions
-    lie behind others, and by a collective that cuts or joins another dimension than the leading one, of its larger
-    side. Products side by side of which each is a call, as those whose left operand has its rows last are on CPUs, take
-    `product_seconds` each beyond what they compute. Convolutions compute at `convolution_efficiency` times the rate of
-    products, and where they are products of patches that are put together first, each pixel of each patch takes
-    `pixel_seconds`, and each convolution `convolution_seconds`. Arrays come from and go to the host's memory at
+    lie behind others, by convolutions whose channels do not come last, and by a collective that cuts or joins another
+    dimension than the leading one, of its larger side. Products side by side of which each is a call, as those whose
+    left operand has its rows last are on CPUs, take `product_seconds` each beyond what they compute. Convolutions
+    compute at `convolution_efficiency` times the rate of products, and where they are products of patches that are put
+    together first, each pixel of each patch takes `pixel_seconds`. Arrays come from and go to the host's memory at
     `host_bytes_per_second`, by default what PCI Express 3 x16 gives: no accelerator of the table has a slower link. 0
     says that there is no way. A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the
     device where it is idle; an array sent to the next stage takes `send_seconds` more than its bytes, and the sender
@@ -89,7 +89,6 @@ class DeviceSpec:
     product_seconds: float = 0.0
     convolution_efficiency: float = 1.0
     pixel_seconds: float = 0.0
-    convolution_seconds: float = 0.0
     host_bytes_per_second: float = HOST_BYTES_PER_SECOND
     dispatch_seconds: float = DISPATCH_SECONDS
     send_seconds: float = 0.0
@@ -349,7 +348,7 @@ _LINK = ("alpha_seconds", "bytes_per_second")
 _OPTIONAL = ("adapters", "wiring", "measured")
 _RATES = (
     *("half_extent", "half_inner", "strided_bytes_per_second", "product_seconds", "pixel_seconds"),
-    *("convolution_seconds", "host_bytes_per_second", "dispatch_seconds", "send_seconds", "bucket_nbytes"),
+    *("host_bytes_per_second", "dispatch_seconds", "send_seconds", "bucket_nbytes"),
 )
 _PARTS = ("send_overlap", "collective_overlap")
 _EFFICIENCIES = ("memory_efficiency", "convolution_efficiency")

@@ -37,7 +37,6 @@ def slower_device(device: DeviceSpec, compute: float) -> DeviceSpec:
         strided_bytes_per_second=device.strided_bytes_per_second / compute,
         product_seconds=device.product_seconds * compute,
         pixel_seconds=device.pixel_seconds * compute,
-        convolution_seconds=device.convolution_seconds * compute,
         launch_seconds=device.launch_seconds * compute,
     )
 

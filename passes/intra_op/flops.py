@@ -47,9 +47,14 @@ def product_flops(graph: Graph, grouping: Grouping, placements: Sequence[Placeme
     return total
 
 
+_AS_FAST = 0.8
+"""The share of another dtype's rate at which one is as fast: measured rates of one product differ by as much
+(`python -m autopar measure`, twice)."""
+
+
 def slow_dtype(graph: Graph, device: DeviceSpec) -> tuple[str, float, str, float] | None:
     """The dtype of most products that a device has no units for, with its flops a second there, and the fastest dtype
-    that is no wider, with its own; None where every product is computed in a dtype that the device has.
+    that is no wider, with its own; None where every product is in a dtype that the device has, or about as fast.
     """
     work = products(graph)
     rates = device.flops_per_second
@@ -60,7 +65,7 @@ def slow_dtype(graph: Graph, device: DeviceSpec) -> tuple[str, float, str, float
     narrow = [name for name in rates if item_nbytes(name) <= item_nbytes(dtype)]
     best = max(narrow, key=lambda name: rates[name], default=dtype)
     slow, fast = (device.matmul_flops_per_second(name) for name in (dtype, best))
-    return (dtype, slow, best, fast) if slow < fast else None
+    return (dtype, slow, best, fast) if slow < _AS_FAST * fast else None
 
 
 def _parts(rule: ShardingRule, placement: Placement, mesh: Mesh) -> int:

@@ -2,8 +2,7 @@
 
 XLA's GPU and TPU compilers lay arrays out as their readers like them. On a CPU an array is copied for that, a few
 elements of each cache line that is fetched; products side by side whose left operand has its rows last are taken one
-by one; and a convolution is a product of patches, which are put together first, pixel after pixel, in a call of a
-library that starts threads.
+by one; and a convolution is a product of patches, which are put together first, pixel after pixel.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ def rearranging_seconds(rule: ShardingRule, reads: Sequence[TensorType], assignm
             spent += nbytes / device.strided_bytes_per_second
     if device.product_seconds and is_one_by_one(rule):
         spent += batch_size(rule, parts) * device.product_seconds
-    if rule.convolves:
-        spent += device.convolution_seconds
     if device.pixel_seconds and rule.window > 1:
         rows, _, _ = extents(rule, parts)
         spent += batch_size(rule, parts) * rows * rule.window * device.pixel_seconds
@@ -39,7 +36,7 @@ def is_ordered(rule: ShardingRule, device: DeviceSpec) -> bool:
     """Whether the order of what an operator reads costs a device something."""
     if device.strided_bytes_per_second and rearranged(rule):
         return True
-    if rule.convolves and (device.convolution_seconds or (device.pixel_seconds and rule.window > 1)):
+    if device.pixel_seconds and rule.window > 1:
         return True
     return device.product_seconds > 0 and is_one_by_one(rule)
 
@@ -58,17 +55,28 @@ def is_one_by_one(rule: ShardingRule) -> bool:
 
 
 def rearranged(rule: ShardingRule) -> tuple[int, ...]:
-    """The operands that an operator takes in another order than they lie: a transpose's, and those of products side by
-    side that hold a dimension of one product before one that numbers the products.
+    """The operands that an operator takes in another order than they lie: a transpose's, those of products side by
+    side that hold a dimension of one product before one that numbers the products, and those of convolutions whose
+    channels do not come last, as in gradients.
 
     A left operand with what is summed over first is not counted. Such a product alone takes 1.1 to 1.3 times as long
     (`python -m benchmarks.operators`), but charged for it, products of weights' gradients were predicted too slow.
     """
     if rule.permutes:
         return (0,)
+    if rule.convolves:
+        return tuple(operand for operand in (0, 1) if not _has_channels_last(rule, operand))
     if not rule.is_product or rule.window > 1:
         return ()
     return tuple(operand for operand in (0, 1) if not _is_in_order(rule, operand))
+
+
+def _has_channels_last(rule: ShardingRule, operand: int) -> bool:
+    """Whether a convolution's images (operand 0) end in channels that its kernel has, or its kernel (1) in those of
+    its result.
+    """
+    last = rule.operands[operand][-1]
+    return last >= 0 and last in (rule.operands[1], rule.results[0])[operand]
 
 
 def _is_in_order(rule: ShardingRule, operand: int) -> bool:

@@ -1,15 +1,17 @@
 """Products in a dtype that a device has no units for: a warning with both rates, and none where all is well."""
 
 import warnings
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import autopar
+from passes.cluster import Cluster, parse_cluster
 
 
-def planned(dtype: str, cluster: str) -> None:
+def planned(dtype: str, cluster: str | Cluster) -> None:
     def step(w, x):
         return w - jax.grad(lambda w: (x @ w).astype(jnp.float32).sum())(w)
 
@@ -31,3 +33,15 @@ def test_what_a_device_computes_or_widens_is_not_warned_of(dtype, cluster):
         warnings.simplefilter("always")
         planned(dtype, cluster)
     assert [str(warning.message) for warning in caught] == []
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.9, 0), (0.5, 1)])
+def test_a_rate_as_far_below_another_as_measurements_differ_is_not_warned_of(share, warned):
+    """`autopar measure` finds bfloat16 a little below float32 on CPUs; float64, which it leaves out, counts as that."""
+    named = parse_cluster("8:v100-32g")
+    rates = {"bfloat16": share * 1e13, "float32": 1e13}
+    device = replace(named.group().device, flops_per_second=rates, widened={})
+    with jax.enable_x64(True), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        planned("float64", replace(named, groups=(replace(named.group(), device=device),)))
+    assert len(caught) == warned

@@ -65,12 +65,12 @@ ORDER = {"strided_bytes_per_second": 1e9, "product_seconds": 1e-6, "pixel_second
 """What the order of operands costs."""
 
 
-@pytest.mark.parametrize(("factor", "called"), [(1.0, 0.0), (1.7, 2e-4), (0.5, 1e-3)])
-def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPatch, factor: float, called: float):
+@pytest.mark.parametrize("factor", [1.0, 1.7, 0.5])
+def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPatch, factor: float):
     plain = parse_cluster("2:cpu")
     group = plain.group()
     cluster = replace(plain, groups=(replace(group, device=replace(group.device, **ORDER)),))
-    slower = replace(what_if.slower_device(cluster.group().device, factor), convolution_seconds=called)
+    slower = what_if.slower_device(cluster.group().device, factor)
     truth = replace(cluster, groups=(replace(group, device=slower),))
 
     def seconds(training: WholeStep, mesh: Mesh, devices: object) -> float:
@@ -84,23 +84,9 @@ def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPa
     device, known = slowed.group().device, truth.group().device
     for name in ("matmul_efficiency", "memory_bytes_per_second", "launch_seconds", *ORDER):
         assert getattr(device, name) == pytest.approx(getattr(known, name), rel=1e-6)
-    assert device.convolution_seconds == pytest.approx(called, abs=1e-12)
     assert [sample.size for sample in samples] == [training.size for training in (*SEVERAL, *NETS)]
     for sample in samples:
         assert sample.predicted == pytest.approx(sample.measured, rel=1e-6)
-
-
-def test_images_that_are_faster_than_predicted_take_no_less_than_nothing(monkeypatch: pytest.MonkeyPatch):
-    cluster = parse_cluster("2:cpu")
-
-    def seconds(training: WholeStep, mesh: Mesh, devices: object) -> float:
-        return single_plan(training.traced(), cluster).step_seconds * (0.5 if training in NETS else 1.0)
-
-    monkeypatch.setattr(whole_steps, "seconds", seconds)
-    monkeypatch.setattr(whole_steps, "transformers", lambda platform: SEVERAL)
-    monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: NETS)
-    slowed, _ = whole_steps.slowed(cluster, Mesh(axes=("d",), sizes=(2,), cluster=cluster), jax.devices()[:2])
-    assert slowed.group().device.convolution_seconds == 0.0
 
 
 @pytest.mark.parametrize("training", [SEVERAL[0], NETS[0]], ids=["transformer", "images"])

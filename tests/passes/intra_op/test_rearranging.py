@@ -129,37 +129,31 @@ def test_each_device_puts_its_patches_together():
         assert rearranging_seconds(rule, reads, (("x", same),), on) == pytest.approx(of_all)
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_a_convolution_is_a_call_however_it_is_cut(window: int):
-    graph = convolution(8, 4, 16, 32, window)
-    (node,) = graph.nodes
-    rule, reads = rule_of(node, graph), [graph.types[v] for v in node.inputs]
-    device = dataclasses.replace(parse_cluster("8:h100").group().device, convolution_seconds=1e-3)
-    plain = cluster(0.0)
-    slow = dataclasses.replace(plain, groups=(dataclasses.replace(plain.group(), device=device),))
-    on = Mesh(axes=("x",), sizes=(8,), cluster=slow)
-    for assignment in ((), (("x", rule.operands[0][0]),)):
-        assert rearranging_seconds(rule, reads, assignment, on) == 1e-3
-        assert rearranging_seconds(rule, reads, assignment, mesh(0.0)) == 0.0
+def gradients(layouts: tuple[str, str, str], groups: int = 1) -> Graph:
+    """A convolution of 2 images of 8 x 8 pixels, 4 channels into 16, 3 x 3, and both of its gradients."""
+    sizes = {"N": 2, "H": 8, "W": 8, "C": 4, "I": 4 // groups, "O": 16}
+    x, kernel = (jnp.zeros([3 if d in "HW" and "O" in l else sizes[d] for d in l]) for l in layouts[:2])  # noqa: E741
+    run = lambda x, k: jax.lax.conv_general_dilated(  # noqa: E731
+        x, k, (1, 1), "SAME", dimension_numbers=layouts, feature_group_count=groups
+    )
+    both = lambda x, k: jax.vjp(run, x, k)[1](jax.nn.relu(run(x, k)))  # noqa: E731
+    return autopar.parallelize(both, cluster="8:h100").step(x, kernel).graph
 
 
-def test_a_plan_is_charged_for_each_convolution():
-    plain = parse_cluster("8:h100")
-    device = dataclasses.replace(plain.group().device, convolution_seconds=1e-3)
-    slow = dataclasses.replace(plain, groups=(dataclasses.replace(plain.group(), device=device),))
-    layout = ("NHWC", "HWIO", "NHWC")
-
-    def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        for _ in range(2):
-            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
-        return x
-
-    shapes = jnp.zeros((8, 4, 4, 16)), jnp.zeros((1, 1, 16, 16))
-    seconds = [
-        autopar.parallelize(twice, cluster=each, planner=autopar.DataParallel()).plan(*shapes).step_seconds
-        for each in (plain, slow)
-    ]
-    assert seconds[1] - seconds[0] == pytest.approx(2e-3)
+@pytest.mark.parametrize(
+    ("layouts", "groups", "operands"),
+    [
+        (("NHWC", "HWIO", "NHWC"), 1, [set(), {0}, {1}]),  # the kernel's gradient sums over images, the images' over O
+        (("NHWC", "HWIO", "NHWC"), 4, [set()]),
+        (("NCHW", "OIHW", "NCHW"), 1, [{0, 1}, {0, 1}, {0, 1}]),
+    ],
+    ids=["features last", "features last, in groups", "features first"],
+)
+def test_convolutions_take_their_channels_last(layouts, groups, operands):
+    graph = gradients(layouts, groups)
+    rules = [rule_of(node, graph) for node in graph.nodes]
+    found = [set(rearranged(rule)) for rule in rules if rule.convolves]
+    assert found[: len(operands)] == operands
 
 
 def test_a_transpose_is_no_kernel_but_what_it_rearranges():
