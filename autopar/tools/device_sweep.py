@@ -180,7 +180,6 @@ ROWS_LAST = replace(
 a call takes on a CPU."""
 
 
-
 def _convolution(images: int, side: int, channels: int, window: int) -> Case:
     return Case(
         kind="convolutions",

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from autopar.jax_compat import Device
 from autopar.tools import device_sweep, whole_steps
@@ -29,10 +30,14 @@ LEAST = 0.2
 """The least share of a product and a collective after it that the collective is said to take, where noise hides it:
 the least of what `autopar measure` sends takes 0.35 to 0.6 of both (8 devices on 2 cores)."""
 
+_NO_BETA = 1e-15
+"""Seconds a byte where more bytes took no longer: a gigabyte in a microsecond."""
+
 OVERLAPPED = 1 << 20
 """Elements of the array that is reduced while something is multiplied: 4 MiB, as a bucket of gradients."""
 
 Progress = Callable[[str], None]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +84,7 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     ]
     announce("overlap")
     overlap = _overlap(whole, devices) if len(devices) > 1 else None
-    measured = tuple(curve.line for curve in curves)
+    measured = tuple(line for curve in curves for line in curve.lines)
     device = with_overlap(device, overlap)
     seen = replace(group, device=device, measured=measured)
     result = replace(cluster, name=f"{cluster.name}, measured", groups=(seen,))
@@ -104,9 +109,9 @@ def _divisors(n: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Curve:
-    """Seconds of one kind of collective among `mesh`'s axis `r` by bytes, and the line through them."""
+    """Seconds of one kind of collective among `mesh`'s axis `r` by bytes, and the lines through them."""
 
-    line: Measured
+    lines: tuple[Measured, ...]
     kind: Kind
     mesh: Mesh
     seconds: tuple[float, ...]
@@ -116,7 +121,7 @@ class _Curve:
         group = replace(self.mesh, cluster=cluster).group(("r",))
         for nbytes, spent in zip(NBYTES, self.seconds, strict=True):
             predicted = collectives.seconds(self.kind, float(nbytes), group)
-            size = f"{written_nbytes(nbytes)} among {self.line.ranks}"
+            size = f"{written_nbytes(nbytes)} among {self.lines[0].ranks}"
             yield Sample(kind=self.kind, size=size, predicted=predicted, measured=spent)
 
 
@@ -144,9 +149,11 @@ def _curves(
             if alone is not _scaled or key not in locally:
                 locally[key] = between_products_seconds(alone, nbytes // 4, mesh, devices)
             spent.append(max(with_collective - locally[key], LEAST * with_collective))
-        alpha, beta = _line(np.array(NBYTES, float), np.array(spent))
-        line = Measured(kind=kind, ranks=ranks, alpha_seconds=alpha, bytes_per_second=1 / beta)
-        yield _Curve(line=line, kind=kind, mesh=mesh, seconds=tuple(spent))
+        lines = (
+            Measured(kind=kind, ranks=ranks, alpha_seconds=alpha, bytes_per_second=1 / beta)
+            for alpha, beta in lines_through(np.array(NBYTES, float), np.array(spent))
+        )
+        yield _Curve(lines=tuple(lines), kind=kind, mesh=mesh, seconds=tuple(spent))
 
 
 def _overlap(mesh: Mesh, devices: Sequence[Device]) -> float:
@@ -200,10 +207,27 @@ def _steps(ranks: int) -> dict[Kind, tuple[Operation, Operation]]:
     }
 
 
-def _line(nbytes: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """(seconds at 0 bytes, seconds a byte), fitted for the least relative error."""
+def lines_through(nbytes: Floats, seconds: Floats) -> list[tuple[float, float]]:
+    """The lines (seconds at 0 bytes, seconds a byte) of which the highest is nearest to what was measured: one through
+    all, or one through the first half and one through the rest.
+    """
+    half = len(nbytes) // 2
+    whole = [_line(nbytes, seconds)]
+    halves = [_line(nbytes[:half], seconds[:half]), _line(nbytes[half:], seconds[half:])]
+
+    def error(lines: Sequence[tuple[float, float]]) -> float:
+        highest = np.maximum.reduce([alpha + beta * nbytes for alpha, beta in lines])
+        return float(np.sum(np.log(highest / seconds) ** 2))
+
+    return min(whole, halves, key=error)
+
+
+def _line(nbytes: Floats, seconds: Floats) -> tuple[float, float]:
+    """(seconds at 0 bytes, seconds a byte), fitted for the least relative error; neither is less than nothing."""
     weighted = np.stack([1 / seconds, nbytes / seconds], axis=1)
     alpha, beta = np.linalg.lstsq(weighted, np.ones(len(seconds)), rcond=None)[0]
     if alpha <= 0:
-        alpha, beta = 0.0, float(np.median(seconds / nbytes))
-    return float(alpha), max(float(beta), 1e-15)
+        return 0.0, float(np.median(seconds / nbytes))
+    if beta <= 0:
+        return float(np.median(seconds)), _NO_BETA
+    return float(alpha), float(beta)

@@ -89,10 +89,11 @@ def cluster_table(cluster: Cluster, overlap: float | None = None) -> Table:
     slower = 1 / group.device.matmul_efficiency
     rows.append(("operators in a training step", f"{slower:.2f} times as long as alone"))
     rows.append(("to start a task on the host", quantities.seconds(group.device.dispatch_seconds)))
-    rows += [
-        (f"{m.kind} among {m.ranks}", f"{quantities.seconds(m.alpha_seconds)} + {m.bytes_per_second / 1e9:,.3g} GB/s")
-        for m in group.measured
-    ]
+    lines: dict[str, list[str]] = {}
+    for m in group.measured:
+        line = f"{quantities.seconds(m.alpha_seconds)} + {m.bytes_per_second / 1e9:,.3g} GB/s"
+        lines.setdefault(f"{m.kind} among {m.ranks}", []).append(line)
+    rows += [(name, ", at least ".join(several)) for name, several in lines.items()]
     if overlap is not None:
         rows.append(("an all-reduce behind products", f"{100 * overlap:.0f} % hidden"))
     return Table(

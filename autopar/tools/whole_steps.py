@@ -209,8 +209,8 @@ def seconds(training: WholeStep, mesh: Mesh, devices: Sequence[Device]) -> float
         return jax.device_put(jnp.asarray(np.stack([draw] * count), struct.dtype), NamedSharding(real, spec))
 
     def local(state: tuple[jax.Array, ...], batch: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        *state, loss = (x[None] for x in program(*(x[0] for x in (*state, batch))))
-        return tuple(state), loss
+        *changed, loss = (x[None] for x in program(*(x[0] for x in (*state, batch))))
+        return tuple(changed), loss
 
     run = jax.jit(
         jax.shard_map(local, mesh=real, in_specs=(spec, spec), out_specs=spec, check_vma=False), donate_argnums=0

@@ -113,7 +113,8 @@ class DeviceSpec:
 class Measured:
     """Seconds that a kind of collective was seen to take among `ranks` devices of a host, while all groups talk.
 
-    Bytes are those of the larger side of one device's buffer, as in `collectives.seconds`.
+    Bytes are those of the larger side of one device's buffer, as in `collectives.seconds`. Of several for one kind and
+    number of ranks the slowest counts: long messages may leave caches behind that short ones keep to.
     """
 
     kind: str

@@ -92,9 +92,12 @@ def seconds(kind: Kind, nbytes: float | Floats, group: Group) -> float | Floats:
     That is the buffer itself for all-reduce, all-to-all and permute, the result for all-gather, the input for
     reduce-scatter. A group of one device needs no time.
     """
+    lines = measured_costs(kind, group)
     if isinstance(nbytes, np.ndarray):
-        return np.minimum.reduce([cost.latency_seconds + cost.seconds_per_byte * nbytes for cost in costs(kind, group)])
-    return min(cost.latency_seconds + cost.seconds_per_byte * nbytes for cost in costs(kind, group))
+        reduce = np.maximum.reduce if lines else np.minimum.reduce
+        return reduce([cost.latency_seconds + cost.seconds_per_byte * nbytes for cost in lines or costs(kind, group)])
+    choose = max if lines else min
+    return choose(cost.latency_seconds + cost.seconds_per_byte * nbytes for cost in lines or costs(kind, group))
 
 
 def bucket_share(kind: Kind, nbytes: Floats, group: Group, bucket_nbytes: float) -> Floats:
@@ -132,16 +135,26 @@ bandwidth whole, 0.92 (less where 16.7 GB/s a channel are fewer) and 1/4 to 1/3.
 
 
 @lru_cache(maxsize=4096)
+def measured_costs(kind: Kind, group: Group) -> tuple[Cost, ...]:
+    """The costs of `kind` that were measured with about as many ranks, of which the highest counts; none where it was
+    not measured.
+    """
+    several = [m for m in group.measured if m.kind == kind] if group.ranks > 1 and group.hosts == 1 else []
+    nearest = min((m.ranks for m in several), key=lambda ranks: abs(ranks - group.ranks), default=0)
+    return tuple(
+        Cost(latency_seconds=m.alpha_seconds, seconds_per_byte=1 / m.bytes_per_second)
+        for m in several
+        if m.ranks == nearest
+    )
+
+
+@lru_cache(maxsize=4096)
 def costs(kind: Kind, group: Group) -> tuple[Cost, ...]:
-    """The costs of the algorithms that run `kind` over this group fastest for some number of bytes, by rising latency;
-    or that of a measurement with about as many ranks.
+    """The costs of the algorithms that run `kind` over this group fastest for some number of bytes, by rising
+    latency.
     """
     if group.ranks == 1:
         return (Cost(latency_seconds=0.0, seconds_per_byte=0.0),)
-    measured = [m for m in group.measured if m.kind == kind] if group.hosts == 1 else []
-    if measured:
-        nearest = min(measured, key=lambda m: abs(m.ranks - group.ranks))
-        return (Cost(latency_seconds=nearest.alpha_seconds, seconds_per_byte=1 / nearest.bytes_per_second),)
     return _fastest(
         replace(cost, latency_seconds=start + cost.latency_seconds)
         for start, way in _protocols(group)

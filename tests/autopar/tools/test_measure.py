@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
 from autopar.tools import chains, device_sweep, measurement, measurement_text
 from autopar.tools.cli import main
 from autopar.tools.device_sweep import Sample
-from autopar.tools.measurement import NBYTES, Measurement, hidden, with_overlap
+from autopar.tools.measurement import NBYTES, Measurement, hidden, lines_through, with_overlap
 from passes.cluster import Cluster, DeviceSpec, Measured, Mesh, collectives, parse_cluster
 from passes.cluster.hosts import virtual_cpu
 
@@ -43,6 +44,34 @@ def test_what_was_measured_counts_and_the_nearest_number_of_ranks():
     plain = Mesh(axes=("a", "b", "c"), sizes=(2, 2, 2), cluster=parse_cluster("8:h100"))
     gather = [collectives.seconds("all_gather", 1e6, m.group(("a",))) for m in (mesh, plain)]
     assert gather[0] == gather[1]
+
+
+def test_of_several_measured_lines_the_slowest_counts():
+    cluster = measured(("all_reduce", 8, 1e-4, 1e12), ("all_reduce", 8, 0.0, 1e9), ("all_reduce", 4, 1.0, 1.0))
+    group = Mesh(axes=("a",), sizes=(8,), cluster=cluster).group(("a",))
+    sizes = np.array([1e3, 1e6])
+    assert [collectives.seconds("all_reduce", n, group) for n in sizes] == pytest.approx([1e-4, 1e-3], rel=1e-4)
+    assert collectives.seconds("all_reduce", sizes, group) == pytest.approx([1e-4, 1e-3], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count"),
+    [
+        ((1e-4, 1.1e-4, 9e-4, 4e-3), 2),  # long ones at 1 GB/s, short ones at much more
+        ((1e-5, 4.2e-5, 2.6e-4, 1.06e-3), 1),  # one line
+        ((1e-4, 9e-5, 1e-4, 1.1e-4), 1),  # noise, all of about a length
+        ((1e-4, 9e-4, 9.5e-4, 1e-3), 1),  # long ones faster than short ones: the highest of two is no nearer
+    ],
+    ids=["caches", "line", "latency", "fast at length"],
+)
+def test_lines_are_as_near_as_one_can_be_and_never_fall(seconds, count):
+    sizes = np.array(NBYTES, float)
+    lines = lines_through(sizes, np.array(seconds))
+    assert len(lines) == count
+    assert all(alpha >= 0 and beta > 0 for alpha, beta in lines)
+    highest = np.max([alpha + beta * sizes for alpha, beta in lines], axis=0)
+    if count == 2:
+        assert highest == pytest.approx(seconds, rel=0.12)
 
 
 def test_a_slow_all_reduce_changes_the_plan():
