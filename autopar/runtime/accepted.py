@@ -18,7 +18,7 @@ _REMEDY = "or call the function itself, which does"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
     """The arguments that a program was compiled for: the tree of (args, kwargs) without static ones, the name and the
-    type of each flat one, and the (name, type, value)s of static ones.
+    type of each flat one, and the (name, type, value)s of static ones. As of `jax.jit`'s, types need not be as weak.
     """
 
     signature: Signature
@@ -59,7 +59,8 @@ class Accepted:
             argument = f"arguments (args, kwargs) with the structure {tree}"
             raise ArgumentError(explain(argument, f"the program was compiled for {self.tree}", source, again))
         for name, given, expected in zip(self.names, types, self.types, strict=True):
-            if given != expected:
+            # A weak type decides promotions while a function is traced, and nothing of what is compiled.
+            if given is None or expected is None or given[:2] != expected[:2]:
                 rule = f"the program was compiled for {_words(expected)}"
                 raise ArgumentError(explain(f"argument {name} is {_words(given)}", rule, source, again))
 
@@ -77,5 +78,5 @@ class Accepted:
 
 def _words(type: Type | None) -> str:
     assert type is not None, "what is no array has been refused"
-    shape, dtype, weak = type
-    return f"{dtype.name}[{','.join(map(str, shape))}]" + (" (weakly typed)" if weak else "")
+    shape, dtype, _ = type
+    return f"{dtype.name}[{','.join(map(str, shape))}]"

@@ -126,6 +126,29 @@ def test_a_compiled_program_takes_only_its_own_types():
         compiled(state, [batch])
 
 
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Pipeline(stages=2, microbatches=2)])
+def test_a_compiled_program_takes_types_as_weak_as_they_come(planner: Any):
+    """A scale that is made of a Python number comes back strong, and the second step was refused."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            return jnp.mean((jnp.tanh(batch @ weights[0]) @ weights[1]) ** 2) * state["scale"]
+
+        value, gradient = jax.value_and_grad(loss)(state["weights"])
+        weights = jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], gradient)
+        scale = jnp.where(jnp.isfinite(value), state["scale"], jnp.float32(1.0))
+        return {"weights": weights, "scale": scale}, value
+
+    (_, batch), weights = example(), [0.1 * jnp.ones((16, 32)), 0.1 * jnp.ones((32, 8))]
+    ours = theirs = {"weights": weights, "scale": jnp.asarray(2.0)}
+    inputs = batch["inputs"]
+    compiled, jitted = (f.lower(ours, inputs).compile() for f in (parallel(step, planner=planner), jax.jit(step)))
+    for _ in range(2):
+        (ours, value), (theirs, wanted) = compiled(ours, inputs), jitted(theirs, inputs)
+        assert_same((ours, value), (theirs, wanted))
+    assert_same(compiled({**ours, "scale": 3.0}, inputs), jitted({**theirs, "scale": 3.0}, inputs))
+
+
 @pytest.mark.parametrize("kind", ["numpy", "elsewhere", "explicit", "ambient"])
 def test_arguments_may_lie_anywhere(kind: str):
     state, batch = example()
