@@ -6,7 +6,7 @@ import re
 
 from passes.ir import LOOP, Graph, Node, phase
 from passes.placement import is_free
-from passes.rules import made_anywhere
+from passes.rules import made_anywhere, rule_of
 
 _TRANSPOSED = re.compile(r"transpose\((jvp\([^()]*\))\)")
 
@@ -39,14 +39,17 @@ def adds_up(node: Node) -> bool:
 
 
 def everywhere(body: Graph) -> frozenset[int]:
-    """The nodes that every stage computes for itself: microbatch indices, and broadcasts of what all stages have.
+    """The nodes that every stage computes for itself: microbatch indices, broadcasts of what all stages have, and inputs
+    in another order.
 
-    What a broadcast makes is larger than what it reads, and would otherwise be sent to every stage (a mask).
+    What a broadcast makes is larger than what it reads, and would otherwise be sent to every stage (a mask), as a
+    transposed weight would be to the stage that reads it.
     """
     copied: set[int] = set()
     for index, node in enumerate(body.nodes):
         producers = (body.producers[v] for v in node.inputs if v in body.producers)
         is_glue = node.scope.startswith(LOOP) and not adds_up(node)
-        if is_free(body, index) or (all(m in copied for m in producers) and (is_glue or made_anywhere(node))):
+        is_copied = is_glue or made_anywhere(node) or rule_of(node, body).permutes
+        if is_free(body, index) or (is_copied and all(m in copied for m in producers)):
             copied.add(index)
     return frozenset(copied)

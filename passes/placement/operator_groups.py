@@ -209,6 +209,8 @@ class _Grouper:
             computed = sorted(computed, key=self._rank, reverse=True) if scalar else [max(computed, key=self._rank)]
         adds = not scalar and self._adds(index, operands, when)
         for value in computed:
+            if not scalar and not graph.types[value].rank:
+                return None  # what one scalar is spread over has no dimension in common
             made_by = self.home.get(value)
             operator_group = self.operator_groups[made_by] if made_by is not None else None
             joins = (
@@ -272,7 +274,8 @@ class _Grouper:
         written = [value for member in source.members for value in graph.nodes[member].outputs]
         if any(v in graph.returned or not inside.issuperset(graph.consumers.get(v, ())) for v in written):
             return
-        if target.members and any(source.value_classes.values()) != any(target.value_classes.values()):
+        is_scalar = not any(target.value_classes.values()) if target.members else self._is_scalar(index)
+        if any(source.value_classes.values()) == is_scalar and (target.members or is_scalar):
             return
         offset = len(target.parents)
         target.parents.extend(parent + offset for parent in source.parents)

@@ -207,11 +207,24 @@ class _AroundTheLoop:
                 continue
             if node in walk.up_front:
                 self.need_up_front(value)
-            elif (value in walk.varying or node in walk.loops) and node not in walk.later:
+            elif (value in walk.varying or node in walk.loops) and node not in walk.later and not self._waits(node):
                 self.carried[value] = walk.leaving(value)
             else:
                 self.after.add(node)
                 pending.extend(self.graph.nodes[node].inputs)
+
+    def _waits(self, index: int) -> bool:
+        """Whether a node only adds what no microbatch changes to sums over them, as the gradient of a penalty on
+        weights to that of the loss. In the loop it would be added by the first microbatch, and sums of devices' own
+        rows be reduced in each one to be added to what all devices have.
+        """
+        walk, node = self.walk, self.graph.nodes[index]
+        placement = walk.placements.get(index)
+        if placement is None or index in walk.loops or walk.rules[index].alias:
+            return False
+        readers = {reader for value in node.outputs for reader in self.graph.consumers.get(value, ())}
+        are_sums = walk.rules[index].adds and all(spec.partial for spec in placement.operands)
+        return are_sums and not walk.varying.issuperset(node.inputs) and readers <= self.after | walk.later
 
 
 def _inside(walk: Walk, around: _AroundTheLoop) -> set[int]:
@@ -226,11 +239,26 @@ def _inside(walk: Walk, around: _AroundTheLoop) -> set[int]:
         elif index in walk.placements:
             loop.add(index)
             live.update(node.inputs)
+    loop |= _reordered(walk, loop, live)
     for value in live:
         producer = graph.producers.get(value)
         if producer is not None and producer not in loop and not is_free(graph, producer):
             around.need_up_front(value)
     return loop
+
+
+def _reordered(walk: Walk, loop: set[int], live: set[int]) -> set[int]:
+    """The nodes that put what a loop reads in another order for it, as a tied weight's transpose, though no microbatch
+    changes them.
+
+    It costs nothing there, and two values up front would each be gathered, were the one that they are kept in parts.
+    """
+    return {
+        index
+        for index, node in enumerate(walk.graph.nodes)
+        if index not in loop and walk.rules[index].permutes
+        if node.inputs[0] in live and not live.isdisjoint(node.outputs)
+    }
 
 
 def _check_repeated(walk: Walk, effects: Sequence[int], count: int) -> None:

@@ -1,0 +1,131 @@
+"""What microbatches send: no more for a penalty on weights, or for a weight that is read transposed as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from passes.ir import scan_of
+from passes.transforms import loop_of
+
+WIDTH, HIDDEN, ROWS = 256, 512, 64
+CLUSTER = "8:a100-80g"
+SCALAR_NBYTES = 8
+
+Loss = Callable[[dict[str, Any], Any], Any]
+
+
+def plain(params: dict[str, Any], batch: Any) -> Any:
+    hidden = jnp.tanh(jnp.tanh(batch @ params["up"]) @ params["mix"])
+    return jnp.mean((hidden @ params["down"] - batch) ** 2)
+
+
+def penalised(params: dict[str, Any], batch: Any) -> Any:
+    return plain(params, batch) + 1e-3 * sum(jnp.sum(p**2) for p in params.values())
+
+
+def tied(params: dict[str, Any], batch: Any) -> Any:
+    """Its last product reads the first weight transposed."""
+    hidden = jnp.tanh(jnp.tanh(batch @ params["up"]) @ params["mix"])
+    return jnp.mean((hidden @ params["up"].T - batch) ** 2)
+
+
+def tied_early(params: dict[str, Any], batch: Any) -> Any:
+    """The weight is transposed before the first layer and read after the last."""
+    transposed = params["up"].T
+    hidden = jnp.tanh(jnp.tanh(batch @ params["up"]) @ params["mix"])
+    return jnp.mean((hidden @ transposed - batch) ** 2)
+
+
+def step_of(loss: Loss) -> Callable[..., Any]:
+    def step(params: Any, batch: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+    return step
+
+
+def arguments(dtype: str = "float32") -> tuple[dict[str, Any], Any]:
+    rng = np.random.default_rng(0)
+    shapes = {"up": (WIDTH, HIDDEN), "mix": (HIDDEN, HIDDEN), "down": (HIDDEN, WIDTH)}
+    params = {name: jnp.asarray(0.1 * rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    return params, jnp.asarray(rng.normal(size=(ROWS, WIDTH)), dtype)
+
+
+def sent(loss: Loss, planner: Any, microbatches: int = 2) -> dict[str, int]:
+    """Bytes that come out of the collectives of each kind in a step, but for single numbers."""
+    step = autopar.parallelize(step_of(loss), cluster=CLUSTER, planner=planner, microbatches=microbatches)
+    totals: dict[str, int] = {}
+    for collective in step.plan(*arguments()).collectives:
+        if collective.nbytes > SCALAR_NBYTES:
+            totals[collective.kind] = totals.get(collective.kind, 0) + collective.nbytes * collective.count
+    return totals
+
+
+@pytest.mark.parametrize(
+    "planner",
+    [autopar.DataParallel(), autopar.Zero(2), autopar.Zero(3)],
+    ids=["dp", "zero2", "zero3"],
+)
+def test_a_penalty_on_weights_sends_nothing(planner: Any):
+    """Its gradients were added in the loop, for which each microbatch reduced the others; and the operators of all
+    weights' penalties were placed as one, for which weights were gathered.
+    """
+    assert sent(penalised, planner) == sent(plain, planner)
+
+
+def test_a_penalty_is_added_after_the_loop():
+    traced = autopar.parallelize(step_of(penalised), devices=jax.devices()[:2], microbatches=2).trace(*arguments())
+    index = loop_of(traced.graph)
+    assert index is not None
+    scan = scan_of(traced.graph.nodes[index])
+    assert scan is not None
+    (body,) = traced.graph.nodes[index].subgraphs
+    entering = {body.types[v].shape for v in body.inputs[: scan.constants]}
+    assert entering == {(), (WIDTH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, WIDTH)}
+    assert scan.constants == 1 + len(arguments()[0])  # of the penalty nothing
+
+
+@pytest.mark.parametrize("loss", [tied, tied_early])
+def test_a_weight_that_is_read_transposed_as_well_is_fetched_once(loss: Loss):
+    """It was transposed before the loop, in parts: two values, each of which was gathered in every microbatch."""
+    once = sent(loss, autopar.Zero(3), microbatches=1)
+    twice = sent(loss, autopar.Zero(3))
+    assert twice["all_gather"] == 2 * once["all_gather"]
+    assert twice["reduce_scatter"] == once["reduce_scatter"]
+
+
+@pytest.mark.parametrize("loss", [tied, tied_early])
+def test_a_transposed_weight_does_not_cross_stages_with_every_microbatch(loss: Loss):
+    planner = autopar.Pipeline(stages=2, microbatches=2)
+    plan = autopar.parallelize(step_of(loss), planner=planner).plan(*arguments())
+    assert isinstance(plan, autopar.PipelinePlan)
+    weight = arguments()[0]["up"]
+    for stage in plan.stages:
+        streams = zip(stage.input_names, stage.input_types, strict=True)
+        shapes = {type.shape[1:] for name, type in streams if name.startswith("stream ")}
+        assert shapes.isdisjoint({weight.shape, weight.shape[::-1]})
+
+
+@pytest.mark.parametrize("loss", [penalised, tied, tied_early])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"planner": autopar.Zero(3), "microbatches": 2},
+        {"planner": autopar.Auto(), "microbatches": 4},
+        {"planner": autopar.Pipeline(stages=2, microbatches=2)},
+        {"planner": autopar.Zero(2), "microbatches": 2, "microbatch_semantics": "independent"},
+    ],
+    ids=["zero3", "auto", "pipeline", "independent"],
+)
+def test_the_step_is_that_of_jit(loss: Loss, options: dict[str, Any]):
+    with jax.enable_x64(True):
+        given = arguments("float64")
+        ours, theirs = (f(*given) for f in (autopar.parallelize(step_of(loss), **options), jax.jit(step_of(loss))))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), ours, theirs)
