@@ -209,20 +209,19 @@ class _Grouper:
             computed = sorted(computed, key=self._rank, reverse=True) if scalar else [max(computed, key=self._rank)]
         adds = not scalar and self._adds(index, operands, when)
         for value in computed:
-            if not scalar and not graph.types[value].rank:
-                return None  # what one scalar is spread over has no dimension in common
+            spread = not graph.types[value].rank  # over arrays that have no dimension in common
             made_by = self.home.get(value)
             operator_group = self.operator_groups[made_by] if made_by is not None else None
             joins = (
                 operator_group and operator_group.light and operator_group.phase == when and operator_group.adds == adds
             )
             if operator_group and joins and not self._is_fetched_cast(value, operator_group, index):
-                if scalar and any(operator_group.value_classes.values()):
+                if (scalar or spread) and any(operator_group.value_classes.values()):
                     continue
                 return made_by
             if not scalar:
                 key = (value, when, adds)
-                if key not in self.followers:
+                if spread or key not in self.followers:
                     self.operator_groups.append(OperatorGroup(phase=when, light=True, adds=adds))
                     self.followers[key] = len(self.operator_groups) - 1
                 return self.followers[key]
@@ -274,9 +273,11 @@ class _Grouper:
         written = [value for member in source.members for value in graph.nodes[member].outputs]
         if any(v in graph.returned or not inside.issuperset(graph.consumers.get(v, ())) for v in written):
             return
-        is_scalar = not any(target.value_classes.values()) if target.members else self._is_scalar(index)
-        if any(source.value_classes.values()) == is_scalar and (target.members or is_scalar):
+        has_dims = any(source.value_classes.values())
+        if target.members and has_dims != any(target.value_classes.values()):
             return
+        if has_dims and self._is_scalar(index):
+            return  # sums of several arrays, as penalties on weights are, would place those as one
         offset = len(target.parents)
         target.parents.extend(parent + offset for parent in source.parents)
 
