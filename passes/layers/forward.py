@@ -39,8 +39,8 @@ def adds_up(node: Node) -> bool:
 
 
 def everywhere(body: Graph) -> frozenset[int]:
-    """The nodes that every stage computes for itself: microbatch indices, broadcasts of what all stages have, and inputs
-    in another order.
+    """The nodes that every stage computes for itself: microbatch indices, broadcasts of what all stages have, and
+    inputs in another order.
 
     What a broadcast makes is larger than what it reads, and would otherwise be sent to every stage (a mask), as a
     transposed weight would be to the stage that reads it.
