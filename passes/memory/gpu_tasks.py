@@ -21,6 +21,7 @@ from itertools import pairwise
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import COPY
+from passes.memory.gpu_weights import AGAIN
 from passes.memory.operations import Operation
 
 LITTLE = 16
@@ -38,6 +39,10 @@ NAMED = LOOPS | {"reduce"}
 
 SOURCES = frozenset({"input", "literal"})
 """Kinds that are there before anything runs."""
+
+
+COPIES = frozenset({COPY, AGAIN})
+"""The names of what one kernel makes with another array of that size of the same."""
 
 
 class Role(IntEnum):
@@ -138,8 +143,8 @@ def beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[i
 
 
 def copies(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, int]:
-    """The kernels that copy an array in another order -> the next that makes as much of it and does not wait for them:
-    one kernel makes both.
+    """The kernels that copy an array in another order, or convert weights once more -> the next that makes as much of
+    it and does not wait for them: one kernel makes both.
     """
     readers: dict[int, list[int]] = {}
     for kernel in kernels:
@@ -147,12 +152,21 @@ def copies(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[i
         for read in kernel.reads:
             if made.kind in LOOPS and made.size == operations[read].size:
                 readers.setdefault(read, []).append(kernel.operation)
+    pairs = [pair for siblings in readers.values() for pair in pairwise(siblings) if _is_made_beside(operations, *pair)]
     together: dict[int, int] = {}
-    for siblings in readers.values():
-        for first, second in pairwise(siblings):
-            if operations[first].name == COPY != operations[second].name and not _waits(kernels, second, first):
-                together[first] = second
+    if not pairs:
+        return together
+    reads = {kernel.operation: kernel.reads for kernel in kernels}
+    for first, second in pairs:
+        if not _waits(reads, second, first, in_order=not together) and not (together and _waits(reads, first, second)):
+            together[first] = second
+            reads[first] = reads[second] = tuple(dict.fromkeys((*reads[first], *reads[second])))
+            reads[first] = (*reads[first], second)
     return together
+
+
+def _is_made_beside(operations: Sequence[Operation], first: int, second: int) -> bool:
+    return operations[first].name in COPIES and operations[second].name not in COPIES
 
 
 def _at_once(
@@ -180,15 +194,17 @@ def _at_once(
     return list(ordered.values())
 
 
-def _waits(kernels: Sequence[Kernel], kernel: int, other: int) -> bool:
-    """Whether a kernel comes after another one, by the operations that they write, in every order."""
-    reads = {kernel.operation: kernel.reads for kernel in kernels}
+def _waits(reads: Mapping[int, Sequence[int]], kernel: int, other: int, *, in_order: bool = False) -> bool:
+    """Whether a kernel comes after another one, by the operations that they write, in every order.
+
+    Where all are `in_order`, each behind what it reads, what comes before the other one is not looked at.
+    """
     pending, seen = [kernel], {kernel}
     while pending:
         for read in reads[pending.pop()]:
             if read == other:
                 return True
-            if read > other and read not in seen:
+            if read not in seen and (read > other or not in_order):
                 seen.add(read)
                 pending.append(read)
     return False
