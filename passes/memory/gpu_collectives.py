@@ -106,26 +106,24 @@ def _as_kernels(
     return kernels
 
 
-def _behind(
-    operations: Sequence[Operation], bits: Mapping[int, int], together: Mapping[int, int]
-) -> dict[int, int]:
+def _behind(operations: Sequence[Operation], bits: Mapping[int, int], together: Mapping[int, int]) -> dict[int, int]:
     """The members that each member waits for, as their bits, given which operations are made `together`."""
     waits: dict[int, int] = {}
     for index in range(len(operations)) if together else ():
         pending = [index]
         while pending:
-            waiting = [o for o in _read(operations, together, pending[-1]) if o not in waits]
+            waiting = [o for o in _needed(operations, together, pending[-1]) if o not in waits]
             pending.extend(waiting[:1])
             if not waiting:
                 made = pending.pop()
-                waits[made] = _mask(_read(operations, together, made), waits, bits)
+                waits[made] = _mask(_needed(operations, together, made), waits, bits)
     for index, operation in enumerate(() if together else operations):
         waits[index] = _mask(operation.operands, waits, bits)
     return {m: waits[m] for m in bits}
 
 
-def _read(operations: Sequence[Operation], together: Mapping[int, int], index: int) -> tuple[int, ...]:
-    """What an operation reads, and what is made together with it."""
+def _needed(operations: Sequence[Operation], together: Mapping[int, int], index: int) -> tuple[int, ...]:
+    """The operations that have to be there before one is made, those made together with it included."""
     read = operations[index].operands
     return (*read, together[index]) if index in together else read
 

@@ -4,8 +4,8 @@ So the transpose of max-pooling scatters into zeros of the shape of its images, 
 with zeros of that shape, these are the same: they have to be in memory for the scatter, and so they are from the first
 kernel that reads them on. That is in the forward pass.
 
-Reference: AlgebraicSimplifierVisitor::HandleSlice of xla/hlo/transforms/simplifiers/algebraic_simplifier.cc, HloCSE, and
-what `xla_dump_to` has of Wide-ResNet on eight H100 and A100: `loop_broadcast_maximum_fusion`, as of jaxlib 0.10.
+Reference: AlgebraicSimplifierVisitor::HandleSlice of xla/hlo/transforms/simplifiers/algebraic_simplifier.cc, HloCSE,
+and what `xla_dump_to` has of Wide-ResNet on eight H100 and A100: `loop_broadcast_maximum_fusion`, as of jaxlib 0.10.
 """
 
 from __future__ import annotations

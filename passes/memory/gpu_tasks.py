@@ -4,9 +4,10 @@ A collective is two tasks, from the first of which to the second it is under way
 is known by a name of its own, as elements of tuples are, and so is what a product reads. A kernel that makes
 little of a large array is one with the first of the array's other readers, and stands just before it: so the loss of
 each token is there when the gradient of the logits is, and nothing keeps the logits longer. A copy in another order is
-made by the kernel that makes another array of that size of the same. An array that memory moves
-before a kernel has started is read once more: kernels stay apart. A number that is made of what a collective sends, as
-the loss is, is made with what else is, however small that is.
+made by the kernel that makes another array of that size of the same, and weights are converted once more by the kernel
+that updates them, if that does not wait for it. An array that memory moves before a kernel has started is read once
+more: kernels stay apart. A number that is made of what a collective sends, as the loss is, is made with what else is,
+however small that is.
 
 Reference: XLA's async collectives and MultiOutputFusion for GPUs, as of jaxlib 0.10.
 """
@@ -152,21 +153,22 @@ def copies(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[i
         for read in kernel.reads:
             if made.kind in LOOPS and made.size == operations[read].size:
                 readers.setdefault(read, []).append(kernel.operation)
-    pairs = [pair for siblings in readers.values() for pair in pairwise(siblings) if _is_made_beside(operations, *pair)]
+    pairs = [pair for made in readers.values() for pair in pairwise(made) if _is_made_beside(operations, *pair)]
     together: dict[int, int] = {}
-    if not pairs:
-        return together
-    reads = {kernel.operation: kernel.reads for kernel in kernels}
-    for first, second in pairs:
-        if not _waits(reads, second, first, in_order=not together) and not (together and _waits(reads, first, second)):
-            together[first] = second
-            reads[first] = reads[second] = tuple(dict.fromkeys((*reads[first], *reads[second])))
-            reads[first] = (*reads[first], second)
+    reads = {kernel.operation: kernel.reads for kernel in kernels} if pairs else {}
+    for copy, other in pairs:
+        waits = _waits(reads, other, copy, in_order=not together)
+        if waits or (together and _waits(reads, copy, other)):
+            continue
+        together[copy] = other
+        joint = tuple(dict.fromkeys((*reads[copy], *reads[other])))
+        reads[copy], reads[other] = (*joint, other), joint
     return together
 
 
-def _is_made_beside(operations: Sequence[Operation], first: int, second: int) -> bool:
-    return operations[first].name in COPIES and operations[second].name not in COPIES
+def _is_made_beside(operations: Sequence[Operation], copy: int, other: int) -> bool:
+    """Whether an operation is made by the kernel of another one that reads the same."""
+    return operations[copy].name in COPIES and operations[other].name not in COPIES
 
 
 def _at_once(
