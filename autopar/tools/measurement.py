@@ -170,14 +170,14 @@ def _curves(
             locally[key] = between_products_seconds(alone, nbytes // 4, mesh, devices, without)
         return max(both - locally[key], LEAST * both / products)
 
-    steps, found = _steps(ranks), dict[Kind, list[float]]()
+    steps, seconds_of = _steps(ranks), dict[Kind, list[float]]()
     crossing = spent(*steps["all_reduce"], SHORT) / 2 if rows > 1 else 0.0
     for kind, (step, alone) in steps.items():
         announce(f"{kind} among {ranks}")
         totals = [spent(step, alone, nbytes) for nbytes in NBYTES]
-        found[kind] = [max(total - crossing, total / 2) for total in totals]
-    meeting = statistics.median(several[0] for several in found.values())
-    for kind, several in found.items():
+        seconds_of[kind] = [max(total - crossing, total / 2) for total in totals]
+    meeting = statistics.median(several[0] for several in seconds_of.values())
+    for kind, several in seconds_of.items():
         first = meeting if cluster.group().device.name == CPU else several[0]
         lines = (
             Measured(kind=kind, ranks=ranks, alpha_seconds=alpha, bytes_per_second=1 / beta)

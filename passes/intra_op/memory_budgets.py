@@ -41,6 +41,16 @@ def live(assembly: Assembly, at: NodePath, limit: float, offloaded: Sequence[int
     return row
 
 
+def held(assembly: Assembly, limit: float, offloaded: Sequence[int] = ()) -> Budget:
+    """The row of the arguments that are not offloaded, which lie on the device for the whole step: what no compiler
+    does without, where rows of all that is `live` count values that it makes anew as well.
+    """
+    row, graph = Budget(nbytes={}, copies={}, limit=limit), assembly.root.graph
+    away = frozenset(graph.inputs[i] for i in offloaded)
+    _Live(assembly, assembly.root, 0, away, row).hold_arguments()
+    return row
+
+
 def _unsliced(control_join: ControlJoin, body: int) -> frozenset[int]:
     """The inputs of a body that are whole arrays of the program around it, not slices."""
     sliced = {port_use.port for port_use in control_join.control.operands if port_use.stacked}
@@ -80,6 +90,13 @@ class _Live:
             elif self._is_copied(value, fetched):
                 labels = dict.fromkeys(label for edge in edges for label in edge.labels)  # in an order of their own
                 self.copies[group] = {s: self._local(value, s) for s in labels if isinstance(s, ShardingSpec)}
+
+    def hold_arguments(self) -> None:
+        """Adds the inputs of the program to the row."""
+        arguments = set(self.graph.inputs) - self.away
+        for value, site in self.subproblem.sites.items():
+            if value in arguments:
+                self._hold(site.node, value, site.specs)
 
     def _local(self, value: int, spec: ShardingSpec) -> float:
         return float(spec.local_nbytes(self.graph.types[value], self.mesh))

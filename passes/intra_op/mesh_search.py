@@ -332,14 +332,14 @@ def _proven(
     Those are on another mesh, or fetch weights otherwise on the same one.
     """
     chosen, fitted = best
-    answer, least = tightened(fitted, chosen.answer.bound, limit, options, partial(problems.peak, chosen)), math.inf
+    peak, least = partial(problems.peak, chosen), math.inf
+    answer = tightened(fitted, chosen.answer.bound, problems.held(chosen), limit, options, peak)
     for solved in all_solved:
         forms = problems.forms(solved) if solved.answer.bound < answer.objective else []
         if forms is None:
             least = min(least, solved.answer.bound)
         for form in (form for form in forms or () if form.assembly is not chosen.assembly):
-            rows = [problems.row(form, at) for at in problems.seen]
-            kept = seconds_within(form.assembly.problem, rows, limit, options, answer.objective)
+            kept = seconds_within(form.assembly.problem, problems.held(form), limit, options, answer.objective)
             least = min(least, max(solved.answer.bound, kept))
     return chosen, answer, least
 

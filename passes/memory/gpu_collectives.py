@@ -18,7 +18,7 @@ from typing import cast
 from passes.memory.all_reduces import in_order, join
 from passes.memory.fusion import Kernel, post_order
 from passes.memory.gpu_fusion import fuse
-from passes.memory.gpu_tasks import beside
+from passes.memory.gpu_tasks import beside, copies
 from passes.memory.operations import Operation
 
 COMBINED_NBYTES = 30 * 2**20
@@ -54,7 +54,9 @@ def _parts(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) 
     if len(every) < 2:
         return
     bits = {m: 1 << bit for bit, m in enumerate(every)}
-    kernels, behind = _as_kernels(operations, outputs, fuse), _behind(operations, bits)
+    fused = fuse(operations, outputs)
+    together = copies(operations, fused)
+    kernels, behind = _as_kernels(operations, fused, together), _behind(operations, bits, together)
     for kind in KINDS:
         place = post_order(kernels, outputs)
         members = [m for m in every if place[m] >= 0 and operations[m].name == kind]
@@ -72,14 +74,16 @@ def _parts(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) 
                 members.sort(key=place.__getitem__)
 
 
-def _as_kernels(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) -> list[Operation]:
+def _as_kernels(
+    operations: Sequence[Operation], every: Sequence[Kernel], together: Mapping[int, int]
+) -> list[Operation]:
     """The operations, each with what its kernel reads as operands; those without a kernel are no operands.
 
-    Where a kernel takes in what makes an operand, what that reads is listed last: so long sums end up backwards.
+    Where a kernel takes in what makes an operand, what that reads is listed last: so long sums end up backwards. What
+    is made `together` with something else has the operands of both.
 
     Reference: HloFusionInstruction::FuseInstruction, as of jaxlib 0.10.
     """
-    every = fuse(operations, outputs)
     written, before = {kernel.operation for kernel in every}, beside(operations, every)
     kernels: list[Operation] = []
     for index, operation in enumerate(operations):
@@ -96,18 +100,40 @@ def _as_kernels(operations: Sequence[Operation], outputs: Sequence[int], fuse: F
                 pending.extend(appended)
                 listed.update(dict.fromkeys(appended))
         kernels.append(operation.reading((*listed, *before.get(index, ()))))
+    for made, other in together.items():
+        both = dict.fromkeys((*kernels[made].operands, *kernels[other].operands))
+        kernels[made] = kernels[made].reading(tuple(both))
     return kernels
 
 
-def _behind(operations: Sequence[Operation], bits: Mapping[int, int]) -> dict[int, int]:
-    """The members that each member waits for, as their bits."""
-    waits: list[int] = []
-    for operation in operations:
-        mask = 0
-        for o in operation.operands:
-            mask |= waits[o] | bits.get(o, 0)
-        waits.append(mask)
+def _behind(operations: Sequence[Operation], bits: Mapping[int, int], together: Mapping[int, int]) -> dict[int, int]:
+    """The members that each member waits for, as their bits, given which operations are made `together`."""
+    waits: dict[int, int] = {}
+    for index in range(len(operations)) if together else ():
+        pending = [index]
+        while pending:
+            waiting = [o for o in _needed(operations, together, pending[-1]) if o not in waits]
+            pending.extend(waiting[:1])
+            if not waiting:
+                made = pending.pop()
+                waits[made] = _mask(_needed(operations, together, made), waits, bits)
+    for index, operation in enumerate(() if together else operations):
+        waits[index] = _mask(operation.operands, waits, bits)
     return {m: waits[m] for m in bits}
+
+
+def _needed(operations: Sequence[Operation], together: Mapping[int, int], index: int) -> tuple[int, ...]:
+    """The operations that have to be there before one is made, those made together with it included."""
+    read = operations[index].operands
+    return (*read, together[index]) if index in together else read
+
+
+def _mask(read: Sequence[int], waits: Mapping[int, int], bits: Mapping[int, int]) -> int:
+    """The bits of what waits for some operations."""
+    mask = 0
+    for o in read:
+        mask |= waits[o] | bits.get(o, 0)
+    return mask
 
 
 def _wait(behind: dict[int, int], bits: Mapping[int, int], part: Sequence[int]) -> int:

@@ -4,9 +4,10 @@ A collective is two tasks, from the first of which to the second it is under way
 is known by a name of its own, as elements of tuples are, and so is what a product reads. A kernel that makes
 little of a large array is one with the first of the array's other readers, and stands just before it: so the loss of
 each token is there when the gradient of the logits is, and nothing keeps the logits longer. A copy in another order is
-made by the kernel that makes another array of that size of the same. An array that memory moves
-before a kernel has started is read once more: kernels stay apart. A number that is made of what a collective sends, as
-the loss is, is made with what else is, however small that is.
+made by the kernel that makes another array of that size of the same, and weights are converted once more by the kernel
+that updates them, if that does not wait for it. An array that memory moves before a kernel has started is read once
+more: kernels stay apart. A number that is made of what a collective sends, as the loss is, is made with what else is,
+however small that is.
 
 Reference: XLA's async collectives and MultiOutputFusion for GPUs, as of jaxlib 0.10.
 """
@@ -21,6 +22,7 @@ from itertools import pairwise
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import COPY
+from passes.memory.gpu_weights import AGAIN
 from passes.memory.operations import Operation
 
 LITTLE = 16
@@ -38,6 +40,10 @@ NAMED = LOOPS | {"reduce"}
 
 SOURCES = frozenset({"input", "literal"})
 """Kinds that are there before anything runs."""
+
+
+COPIES = frozenset({COPY, AGAIN})
+"""The names of what one kernel makes with another array of that size of the same."""
 
 
 class Role(IntEnum):
@@ -138,8 +144,8 @@ def beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[i
 
 
 def copies(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, int]:
-    """The kernels that copy an array in another order -> the next that makes as much of it and does not wait for them:
-    one kernel makes both.
+    """The kernels that copy an array in another order, or convert weights once more -> the next that makes as much of
+    it and does not wait for them: one kernel makes both.
     """
     readers: dict[int, list[int]] = {}
     for kernel in kernels:
@@ -147,12 +153,22 @@ def copies(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[i
         for read in kernel.reads:
             if made.kind in LOOPS and made.size == operations[read].size:
                 readers.setdefault(read, []).append(kernel.operation)
+    pairs = [pair for made in readers.values() for pair in pairwise(made) if _is_made_beside(operations, *pair)]
     together: dict[int, int] = {}
-    for siblings in readers.values():
-        for first, second in pairwise(siblings):
-            if operations[first].name == COPY != operations[second].name and not _waits(kernels, second, first):
-                together[first] = second
+    reads = {kernel.operation: kernel.reads for kernel in kernels} if pairs else {}
+    for copy, other in pairs:
+        waits = _waits(reads, other, copy, in_order=not together)
+        if waits or (together and _waits(reads, copy, other)):
+            continue
+        together[copy] = other
+        joint = tuple(dict.fromkeys((*reads[copy], *reads[other])))
+        reads[copy], reads[other] = (*joint, other), joint
     return together
+
+
+def _is_made_beside(operations: Sequence[Operation], copy: int, other: int) -> bool:
+    """Whether an operation is made by the kernel of another one that reads the same."""
+    return operations[copy].name in COPIES and operations[other].name not in COPIES
 
 
 def _at_once(
@@ -180,15 +196,17 @@ def _at_once(
     return list(ordered.values())
 
 
-def _waits(kernels: Sequence[Kernel], kernel: int, other: int) -> bool:
-    """Whether a kernel comes after another one, by the operations that they write, in every order."""
-    reads = {kernel.operation: kernel.reads for kernel in kernels}
+def _waits(reads: Mapping[int, Sequence[int]], kernel: int, other: int, *, in_order: bool = False) -> bool:
+    """Whether a kernel comes after another one, by the operations that they write, in every order.
+
+    Where all are `in_order`, each behind what it reads, what comes before the other one is not looked at.
+    """
     pending, seen = [kernel], {kernel}
     while pending:
         for read in reads[pending.pop()]:
             if read == other:
                 return True
-            if read > other and read not in seen:
+            if read not in seen and (read > other or not in_order):
                 seen.add(read)
                 pending.append(read)
     return False

@@ -15,6 +15,9 @@ from passes.memory.operations import Operation, Operations, Shape, is_number
 REDUCED = "reduce-window-"
 """The beginning of the names of reductions over windows."""
 
+HEAD = "from the first element"
+"""What slices that cut padding off, where none is in front, have in their tags."""
+
 CHOICE = "window"
 """The name of what finds the place of each window's choice."""
 
@@ -47,7 +50,8 @@ def selected(operations: Operations, node: Node, operands: Sequence[int], result
     scattered = operations.add("update", (zeros, places, rows), padded, type.dtype, ("scatter", operations.at))
     if padded != type.shape:
         sliced = (operations.step(scattered),)
-        scattered = operations.add("rearrange", sliced, type.shape, type.dtype, ("slice", operations.at))
+        tag = ("slice", operations.at) if any(before for before, _ in padding) else ("slice", operations.at, HEAD)
+        scattered = operations.add("rearrange", sliced, type.shape, type.dtype, tag)
     return [scattered]
 
 

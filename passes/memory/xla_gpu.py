@@ -15,6 +15,8 @@ from passes.memory.gpu_collectives import Fuse, combined
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_layouts import viewed
 from passes.memory.gpu_orders import copied
+from passes.memory.gpu_scatters import unpadded
+from passes.memory.gpu_weights import laid_out
 from passes.memory.gpu_widening import widened
 from passes.memory.holders import Temporaries
 from passes.memory.operations import Operation
@@ -46,11 +48,11 @@ def _combined(
     for is in float32.
     """
     sums = [o.kind in SUMS and o.name.startswith(SUMS[o.kind]) for o in operations]
-    sliced = sliced_first(operations, outputs)
+    sliced = sliced_first(unpadded(operations), outputs)
     fused = [o._replace(kind="reduce") if s else o for o, s in zip(sliced, sums, strict=True)]
     wide, first = (fused, range(len(fused))) if weights.from_hopper else widened(fused)
     summed, at = reassociated(wide, [first[o] for o in outputs])
     ordered, beside = copied(summed)
-    changed, place = split(viewed(ordered), weights)
+    changed, place = split(viewed(laid_out(ordered)), weights)
     joined, moved = combined(changed, [place[beside[at[first[o]]]] for o in outputs], fuse)
     return joined, tuple(moved[place[beside[at[p]]]] for p in first)

@@ -46,10 +46,13 @@ class BudgetRows:
                         program.enter(row, np.array([column]), size / budget.limit)
 
     def of_copies(self, duals: Floats) -> Mapping[int, Sequence[tuple[object, float]]]:
-        """The value of copies to placements at the `duals` of all rows, by the `id` of the edge that needs them."""
+        """The value of copies to placements at the `duals` of all rows, by the `id` of the edge that needs them, where
+        there is one.
+        """
         worth: dict[int, list[tuple[object, float]]] = {}
         for row, edge, label in self.copy_rows:
-            worth.setdefault(id(edge), []).append((label, float(duals[row])))
+            if duals[row]:
+                worth.setdefault(id(edge), []).append((label, float(duals[row])))
         return worth
 
     def _copied(self, group: int, label: object) -> int | None:

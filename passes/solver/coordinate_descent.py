@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -22,11 +22,7 @@ def coordinate_descent(problem: ShardingProblem, choice: Sequence[int]) -> tuple
     Where budgets are exceeded, bytes come first. A node is looked at again once one that it shares a value with has
     moved, or any at all where budgets tie them together.
     """
-    current = list(choice)
-    around: list[list[Sequence[Edge]]] = [[] for _ in problem.seconds]
-    for edges in problem.groups.values():
-        for node in {n for edge in edges for n in (edge.source, edge.target)}:
-            around[node].append(edges)
+    current, around = list(choice), problem.around
     usage, paid = _Usage(problem, current), _Paid()
     stale = [True] * len(current)
     for node in (node for _ in range(_ROUNDS) if any(stale) for node in range(len(current)) if stale[node]):
@@ -88,11 +84,36 @@ def _ends(edge: Edge, node: int, choice: Sequence[int]) -> tuple[Indices | int, 
     return before, edge.after if edge.target == node else edge.after[choice[edge.target]]
 
 
+class _Alike:
+    """The strategies of a node that place a group's value alike, for all problems that share one memory."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[int, ...], tuple[list[Indices], Indices, Indices]] = {}
+
+    def of(self, edges: Sequence[Edge], node: int) -> tuple[Indices, Indices]:
+        """One strategy of each sort, and the number of the sort of every strategy."""
+        ends = [end for edge in edges for end in _placed(edge, node)]
+        key = tuple(map(id, ends))
+        if key not in self.known:
+            _, first, sort = np.unique(np.stack(ends), axis=1, return_index=True, return_inverse=True)
+            self.known[key] = ends, first, sort.reshape(-1)
+        return self.known[key][1:]
+
+
+def _placed(edge: Edge, node: int) -> Iterator[Indices]:
+    """The placements at the ends of an edge where a node is, by its strategy."""
+    if edge.source == node:
+        yield edge.before
+    if edge.target == node:
+        yield edge.after
+
+
 class _Usage:
     """The bytes that an answer takes of every budget, kept up to date while its nodes change."""
 
     def __init__(self, problem: ShardingProblem, choice: Sequence[int]) -> None:
         self.problem = problem
+        self.alike = problem.memory.kept(_Alike)
         self.usage = [problem.usage(budget, choice) for budget in problem.budgets]
         seconds = problem.evaluate(choice)
         self.price = _PENALTY * (seconds if np.isfinite(seconds) and seconds > 0 else 1.0)
@@ -101,23 +122,30 @@ class _Usage:
         """Seconds for the bytes beyond the budgets, under each strategy of a node."""
         size = self.problem.seconds[node].size
         total, current = np.zeros(size), choice[node]
+        copied = {
+            edges[0].group: self._copies(node, choice, edges)
+            for edges in groups
+            if any(edges[0].group in budget.copies for budget in self.problem.budgets)
+        }
         for budget, used in zip(self.problem.budgets, self.usage, strict=True):
             nbytes = budget.nbytes.get(node)
-            copied = [edges for edges in groups if edges[0].group in budget.copies]
-            if nbytes is None and not copied:
-                continue
             nbytes_after = np.full(size, used) if nbytes is None else used - nbytes[current] + nbytes
-            if copied:
-                copied_nbytes = np.zeros(size)
-                for s in range(size):
-                    choice[node] = s
-                    copied_nbytes[s] = sum(
-                        _copied_nbytes(budget.copies[edges[0].group], edges, choice) for edges in copied
-                    )
-                choice[node] = current
-                nbytes_after += copied_nbytes - copied_nbytes[current]
+            for group, (labels, sort) in copied.items():
+                if group in budget.copies:
+                    nbytes_of = np.array([_nbytes(budget.copies[group], of_sort) for of_sort in labels])
+                    nbytes_after += nbytes_of[sort] - nbytes_of[sort[current]]
             total += self.price * np.maximum(nbytes_after / budget.limit - 1.0, 0.0)
         return total
+
+    def _copies(self, node: int, choice: list[int], edges: Sequence[Edge]) -> tuple[list[dict[object, None]], Indices]:
+        """What a group is copied to under each sort of a node's strategies, and the sort of every strategy."""
+        (first, sort), current = self.alike.of(edges, node), choice[node]
+        labels: list[dict[object, None]] = []
+        for strategy in first:
+            choice[node] = int(strategy)
+            labels.append(_labels(edges, choice))
+        choice[node] = current
+        return labels, sort
 
     def change(self, node: int, old: int, choice: list[int], groups: Sequence[Sequence[Edge]]) -> None:
         """Records that a node has left its `old` strategy."""
@@ -128,12 +156,16 @@ class _Usage:
             for edges in groups:
                 copies = budget.copies.get(edges[0].group)
                 if copies is not None:
-                    self.usage[index] += _copied_nbytes(copies, edges, choice)
+                    self.usage[index] += _nbytes(copies, _labels(edges, choice))
                     choice[node] = old
-                    self.usage[index] -= _copied_nbytes(copies, edges, choice)
+                    self.usage[index] -= _nbytes(copies, _labels(edges, choice))
                     choice[node] = new
 
 
-def _copied_nbytes(copies: Mapping[object, float], edges: Sequence[Edge], choice: Sequence[int]) -> float:
-    labels = dict.fromkeys(edge.copies(choice) for edge in edges)
-    return sum(copies.get(label, 0.0) for label in labels if label is not None)
+def _labels(edges: Sequence[Edge], choice: Sequence[int]) -> dict[object, None]:
+    """The placements that a group is copied to under an answer, each once, in order."""
+    return dict.fromkeys(label for edge in edges if (label := edge.copies(choice)) is not None)
+
+
+def _nbytes(copies: Mapping[object, float], labels: Iterable[object]) -> float:
+    return sum(copies.get(label, 0.0) for label in labels)

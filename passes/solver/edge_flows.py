@@ -104,9 +104,12 @@ class Shapes:
     def numbers(self, names: Sequence[object]) -> Indices:
         """The numbers of named placements; edges mostly share their names."""
         if id(names) not in self._named:
-            numbers = [self._numbers.setdefault(name, len(self._numbers)) for name in names]
-            self._named[id(names)] = (names, np.array(numbers, dtype=np.intp))
+            self._named[id(names)] = (names, np.array([self.number(name) for name in names], dtype=np.intp))
         return self._named[id(names)][1]
+
+    def number(self, name: object) -> int:
+        """The number of a named placement."""
+        return self._numbers.setdefault(name, len(self._numbers))
 
     def shape(self, edge: Edge, source: NDArray[np.bool_], target: NDArray[np.bool_], through: Indices | None) -> Shape:
         """The shape of an edge between nodes with these strategies allowed.

@@ -44,7 +44,7 @@ import numpy as np
 from passes.solver import pulp_solver
 from passes.solver.budget_rows import BudgetRows
 from passes.solver.dual_ascent import Messages, Way
-from passes.solver.edge_flows import Flow, flows
+from passes.solver.edge_flows import Flow, Shapes, flows
 from passes.solver.factors import Prices
 from passes.solver.linear_program import Basis, Floats, Indices, LinearProgram, Outcome
 from passes.solver.problem import ShardingProblem
@@ -265,15 +265,15 @@ class StrategyProgram:
     def edge_prices(self) -> list[Prices]:
         """Seconds that each edge's rows and columns are worth by the last relaxation, in the order of the problem."""
         duals = (self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)) / _MICROSECONDS
-        taken = self.budgets.of_copies(duals)
+        taken, shapes = self.budgets.of_copies(duals), self.problem.memory.kept(Shapes)
         prices_of: dict[int, Prices] = {}
         for flow in (flow for group_flows in self.groups.values() for flow in group_flows):
             edge, shape = flow.edge, flow.shape
             prices = np.full(edge.seconds.shape[0], -UNUSED), np.full(edge.seconds.shape[1], UNUSED)
             prices[0][shape.sources], prices[1][shape.targets] = flow.worth(duals)
             for price, names in zip(prices, (edge.origins, edge.labels), strict=True):
-                for label, dual in taken.get(id(edge), ()):
-                    price -= [dual if name == label else 0.0 for name in names] if names else 0.0
+                for label, dual in taken.get(id(edge), ()) if names else ():
+                    price -= np.where(shapes.numbers(names) == shapes.number(label), dual, 0.0)
             prices_of[id(edge)] = prices
         return [prices_of[id(edge)] for edge in self.problem.edges]
 

@@ -23,8 +23,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from passes.solver.dual_ascent import Messages, Way
+from passes.solver.edge_flows import Shapes
 from passes.solver.factors import Prices
 from passes.solver.problem import ROUNDING, Edge, Floats, Indices, ShardingProblem, paid
 from passes.solver.sums import spare
@@ -197,6 +199,7 @@ class _Groups:
     """The costs of groups beyond what the prices charge their readers."""
 
     def __init__(self, problem: ShardingProblem, budget_prices: Sequence[float]) -> None:
+        self.shapes = problem.memory.kept(Shapes)
         self.budgets = [
             (price, budget) for price, budget in zip(budget_prices, problem.budgets, strict=True) if price > 0
         ]
@@ -299,10 +302,15 @@ class _Groups:
             charged[:, at] += np.maximum(0.0, rows[:, None] - columns[None, :])
             readers[at] += 1
         if copies:
-            origins = edges[0].origins or (None,) * n_rows
-            for at, label in enumerate(labels):
-                cost[:, at] += [0.0 if origin == label else copies.get(label, 0.0) for origin in origins]
+            prices_of_copies = np.array([copies.get(label, 0.0) for label in labels])
+            cost += np.where(self._is_elsewhere(edges[0], labels), prices_of_copies, 0.0)
         return cost, charged, readers, places
+
+    def _is_elsewhere(self, edge: Edge, labels: Sequence[object]) -> NDArray[np.bool_] | bool:
+        """Whether a value lies in another placement than one that is read, [rows, labels]."""
+        if not edge.origins:
+            return True
+        return self.shapes.numbers(edge.origins)[:, None] != np.array([self.shapes.number(label) for label in labels])
 
     def _places(self, edges: Sequence[Edge]) -> tuple[list[object], list[Indices]]:
         """The placements that a group's readers may want, and which of them each edge's columns are."""

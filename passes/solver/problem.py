@@ -136,6 +136,15 @@ class ShardingProblem:
         return edges_of
 
     @cached_property
+    def around(self) -> Sequence[Sequence[Sequence[Edge]]]:
+        """The groups that each node makes the value of or reads."""
+        around: list[list[Sequence[Edge]]] = [[] for _ in self.seconds]
+        for edges in self.groups.values():
+            for node in {n for edge in edges for n in (edge.source, edge.target)}:
+                around[node].append(edges)
+        return around
+
+    @cached_property
     def sums(self) -> Sequence[Sequence[Edge]]:
         """The edges of each group of a value that may be a sum."""
         return [edges for edges in self.groups.values() if edges[0].sums is not None]

@@ -14,7 +14,7 @@ from passes.intra_op.axis_choices import axis_choices
 from passes.intra_op.build_problem import remade
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
-from passes.intra_op.memory_budgets import budget, live
+from passes.intra_op.memory_budgets import budget, held, live
 from passes.intra_op.memory_limit import is_infeasible
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
 from passes.intra_op.peak_node import peak_node
@@ -23,6 +23,7 @@ from passes.intra_op.roles import roles
 from passes.intra_op.strategy_space import subsets
 from passes.ir import Graph, Node, TensorType
 from passes.ir.control import PortUse
+from passes.memory import peak
 from passes.placement import Layout, Placement, group, resharding_plan
 from passes.sharding import Resharder, parse_spec, replicated
 from passes.solver import SolverOptions, solve
@@ -122,6 +123,20 @@ def test_what_is_live_at_a_node_is_its_inputs_and_what_is_still_read() -> None:
     assert min(used) >= inputs
     spared = assembly.problem.usage(live(assembly, ((0, -1),), np.inf, offloaded=(1,)), choice)
     assert used[0] - spared == layout.inputs[1].local_nbytes(GRAPH.types[M], MESH)
+
+
+def test_what_is_held_throughout_is_the_inputs_and_never_more_than_the_peak() -> None:
+    assembly = assembled()
+    row, spared = held(assembly, np.inf), held(assembly, np.inf, offloaded=(1,))
+    donated = (True,) * len(GRAPH.inputs)
+    for choice in choices(assembly, 20):
+        layout = assembly.layout(choice)
+        sizes = [s.local_nbytes(GRAPH.types[v], MESH) for v, s in zip(GRAPH.inputs, layout.inputs, strict=True)]
+        assert assembly.problem.usage(row, choice) == sum(sizes)
+        assert assembly.problem.usage(spared, choice) == sum(sizes) - sizes[1]
+        reshardings = resharding_plan(GRAPH, layout, Resharder(MESH), regather=True)
+        memory = peak(GRAPH, GROUPING, MESH, layout, reshardings, (), donated)
+        assert sum(sizes) <= memory.peak_nbytes
 
 
 def test_a_limit_below_the_smallest_strategies_is_hopeless() -> None:

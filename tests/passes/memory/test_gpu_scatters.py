@@ -1,0 +1,45 @@
+"""Scatters on GPUs into padding that is cut off: not into it, and onto zeros that are there already."""
+
+from __future__ import annotations
+
+from passes.memory.gpu_scatters import unpadded
+from passes.memory.operations import Operation, Shape
+from passes.memory.windows import HEAD
+from tests.passes.memory.device_programs import operation
+
+IMAGES, PADDED, WINDOWS = (2, 8, 8, 4), (2, 9, 9, 4), (2, 4, 4, 4)
+
+
+def pooled(zeros: Shape, *marks: str) -> list[Operation]:
+    """A rectifier, which compares with zeros of a shape, and a scatter into padded zeros, of which a part is kept."""
+    return [
+        operation("input", shape=IMAGES, tag=0),
+        operation("literal", tag=("float", 0.0)),
+        operation("broadcast", 1, shape=zeros, tag=()),
+        operation("elementwise", 0, 2, shape=IMAGES, name="maximum"),
+        operation("input", shape=WINDOWS, tag=1),
+        operation("broadcast", 1, shape=PADDED, tag=()),
+        operation("update", 5, 4, 4, shape=PADDED, tag=("scatter", 0)),
+        operation("rearrange", 6, shape=IMAGES, tag=("slice", 0, *marks)),
+    ]
+
+
+def test_what_is_cut_off_at_the_end_is_not_scattered_into_and_zeros_of_that_shape_are_shared() -> None:
+    changed = unpadded(pooled(IMAGES, HEAD))
+    assert (changed[6].shape, changed[6].operands[0]) == (IMAGES, 2)
+    assert (changed[7].kind, changed[7].operands) == ("bitcast", (6,))
+
+
+def test_without_zeros_of_that_shape_the_scatter_has_its_own() -> None:
+    changed = unpadded(pooled(PADDED, HEAD))
+    assert (changed[6].operands[0], changed[5].shape, changed[2].shape) == (5, IMAGES, PADDED)
+
+
+def test_what_is_cut_off_in_front_is_scattered_into() -> None:
+    every = pooled(IMAGES)
+    assert unpadded(every) == every
+
+
+def test_padded_zeros_that_something_else_reads_stay() -> None:
+    every = [*pooled(PADDED, HEAD), operation("elementwise", 5, shape=PADDED, name="negate")]
+    assert unpadded(every) == every
