@@ -41,7 +41,7 @@ def live(assembly: Assembly, at: NodePath, limit: float, offloaded: Sequence[int
     return row
 
 
-def held(assembly: Assembly, limit: float, offloaded: Sequence[int] = ()) -> Budget:
+def resident(assembly: Assembly, limit: float, offloaded: Sequence[int] = ()) -> Budget:
     """The row of the arguments that are not offloaded, which lie on the device for the whole step: what no compiler
     does without, where rows of all that is `live` count values that it makes anew as well.
     """

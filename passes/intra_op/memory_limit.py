@@ -143,12 +143,10 @@ def _filled(fitted: Fitted, least: float, limit: float, options: SolverOptions, 
 
 
 def seconds_within(
-    program: ShardingProblem, held: Budget, limit: float, options: SolverOptions, cutoff: float
+    program: ShardingProblem, resident: Budget, limit: float, options: SolverOptions, cutoff: float
 ) -> float:
-    """A lower bound, in seconds, of answers of which at most `limit` is `held` throughout; `cutoff` or more once that
-    is seen.
-    """
-    problem = replace(program, budgets=(replace(held, limit=limit),))
+    """A lower bound, in seconds, of answers of which `limit` is `resident` at most; `cutoff` or more once it is seen."""
+    problem = replace(program, budgets=(replace(resident, limit=limit),))
     if is_infeasible(problem, limit):
         return math.inf
     try:
@@ -164,14 +162,16 @@ def is_infeasible(problem: ShardingProblem, limit: float) -> bool:
     return any(problem.least(row) > limit for row in problem.budgets)
 
 
-def tightened(fitted: Fitted, least: float, held: Budget, limit: float, options: SolverOptions, peak: Peak) -> Answer:
+def tightened(
+    fitted: Fitted, least: float, resident: Budget, limit: float, options: SolverOptions, peak: Peak
+) -> Answer:
     """An answer that fits, brought nearer to the optimum, with the time that it took; none takes less than `least`.
 
     The budgets that led to it are estimates, and no proof. Its bound is that of answers of which at most `limit` is
-    `held` throughout, as is true of all that fit.
+    `resident`, as is true of all that fit.
     """
     start, answer = time.perf_counter(), replace(fitted.answer, bound=min(least, fitted.answer.objective))
-    whole = replace(fitted.problem, budgets=(replace(held, limit=limit),))
+    whole = replace(fitted.problem, budgets=(replace(resident, limit=limit),))
     for problem in (whole, fitted.problem):
         if answer.is_within(options.gap_of(problem)):
             break

@@ -14,7 +14,7 @@ from passes.cluster import Mesh
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
 from passes.intra_op.extract import extract_plan
-from passes.intra_op.memory_budgets import held, live
+from passes.intra_op.memory_budgets import live, resident
 from passes.intra_op.memory_limit import Point
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes, transfer_seconds
 from passes.intra_op.peak_node import NodePath, peak_node
@@ -132,14 +132,14 @@ class MeshProblems:
             self._rows[key] = live(solved.assembly, at, math.inf, self.offloaded)
         return self._rows[key]
 
-    def held(self, solved: Solved) -> Budget:
+    def resident(self, solved: Solved) -> Budget:
         """The row of what is on a device for the whole step, under every strategy of a mesh's program; without a limit.
 
         It says what no plan does without, where rows of busy nodes are estimates.
         """
         key = solved.assembly.mesh, solved.regather, self.offloaded
         if key not in self._rows:
-            self._rows[key] = held(solved.assembly, math.inf, self.offloaded)
+            self._rows[key] = resident(solved.assembly, math.inf, self.offloaded)
         return self._rows[key]
 
     def least_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:

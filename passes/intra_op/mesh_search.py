@@ -333,13 +333,13 @@ def _proven(
     """
     chosen, fitted = best
     peak, least = partial(problems.peak, chosen), math.inf
-    answer = tightened(fitted, chosen.answer.bound, problems.held(chosen), limit, options, peak)
+    answer = tightened(fitted, chosen.answer.bound, problems.resident(chosen), limit, options, peak)
     for solved in all_solved:
         forms = problems.forms(solved) if solved.answer.bound < answer.objective else []
         if forms is None:
             least = min(least, solved.answer.bound)
         for form in (form for form in forms or () if form.assembly is not chosen.assembly):
-            kept = seconds_within(form.assembly.problem, problems.held(form), limit, options, answer.objective)
+            kept = seconds_within(form.assembly.problem, problems.resident(form), limit, options, answer.objective)
             least = min(least, max(solved.answer.bound, kept))
     return chosen, answer, least
 

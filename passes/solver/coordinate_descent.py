@@ -138,7 +138,7 @@ class _Usage:
         return total
 
     def _copies(self, node: int, choice: list[int], edges: Sequence[Edge]) -> tuple[list[dict[object, None]], Indices]:
-        """What a group is copied to under each sort of a node's strategies, and the sort of every strategy."""
+        """The placements that a group is copied to by sort of a node's strategies, and the sort of every strategy."""
         (first, sort), current = self.alike.of(edges, node), choice[node]
         labels: list[dict[object, None]] = []
         for strategy in first:

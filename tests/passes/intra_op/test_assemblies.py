@@ -14,7 +14,7 @@ from passes.intra_op.axis_choices import axis_choices
 from passes.intra_op.build_problem import remade
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
-from passes.intra_op.memory_budgets import budget, held, live
+from passes.intra_op.memory_budgets import budget, live, resident
 from passes.intra_op.memory_limit import is_infeasible
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
 from passes.intra_op.peak_node import peak_node
@@ -127,7 +127,7 @@ def test_what_is_live_at_a_node_is_its_inputs_and_what_is_still_read() -> None:
 
 def test_what_is_held_throughout_is_the_inputs_and_never_more_than_the_peak() -> None:
     assembly = assembled()
-    row, spared = held(assembly, np.inf), held(assembly, np.inf, offloaded=(1,))
+    row, spared = resident(assembly, np.inf), resident(assembly, np.inf, offloaded=(1,))
     donated = (True,) * len(GRAPH.inputs)
     for choice in choices(assembly, 20):
         layout = assembly.layout(choice)
