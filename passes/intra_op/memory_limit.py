@@ -145,7 +145,7 @@ def _filled(fitted: Fitted, least: float, limit: float, options: SolverOptions, 
 def seconds_within(
     program: ShardingProblem, resident: Budget, limit: float, options: SolverOptions, cutoff: float
 ) -> float:
-    """A lower bound, in seconds, of answers of which `limit` is `resident` at most; `cutoff` or more once it is seen."""
+    """A lower bound, in seconds, of answers whose `resident` bytes keep `limit`; `cutoff` or more once that is seen."""
     problem = replace(program, budgets=(replace(resident, limit=limit),))
     if is_infeasible(problem, limit):
         return math.inf

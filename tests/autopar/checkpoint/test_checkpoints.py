@@ -94,11 +94,13 @@ def truncate(folder: Path) -> str:
 
 
 def corrupt(folder: Path) -> str:
-    """Every byte of the largest file is changed in turn below; here one in its middle."""
-    file = max((path for path in folder.rglob("d/*") if path.is_file()), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    file.write_bytes(content)
+    """Every byte of the largest file is changed in turn below; here one in the middle of each, as Orbax may leave files
+    that nothing refers to any more.
+    """
+    for file in (path for path in folder.rglob("d/*") if path.is_file()):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 0x10
+        file.write_bytes(content)
     return "corrupted|cannot be read"
 
 
