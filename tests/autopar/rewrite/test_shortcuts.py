@@ -24,6 +24,7 @@ from passes.pipeline import Sample, body_of
 from passes.pipeline import block_costs as pricing
 from passes.pipeline.assemble import layout_cost, restated
 from passes.pipeline.block_costs import ROUGH, Block, BlockCosts
+from passes.pipeline.prefetch import price_layers
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import StepBlocks
 from passes.placement import group
@@ -163,7 +164,7 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
             microbatches=(4, 8),
             idle=False,
             lower_bound=table.bounds.of_layers if lazy else None,
-            prefetch=table.expect if lazy else None,
+            prefetch=functools.partial(price_layers, table) if lazy else None,
         )
         found[lazy] = partition, block_costs.solved
     (few, solved), (everything, all_solved) = found[True], found[False]
