@@ -48,7 +48,8 @@ def rows() -> Iterator[tuple[str, int, float, float]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.between_products", description=__doc__)
     parser.parse_args(argv)
-    table = Table(title=f"a collective among {DEVICES} devices, fastest of {chains.REPEATS} runs", title_justify="left")
+    runs = f"fastest of {chains.REPEATS} runs by itself, median of {chains.TYPICAL} between products"
+    table = Table(title=f"a collective among {DEVICES} devices, {runs}", title_justify="left")
     for name in ("kind", "an array", "by itself", "between products"):
         table.add_column(name, justify="left" if name == "kind" else "right")
     for kind, nbytes, alone, between in rows():
