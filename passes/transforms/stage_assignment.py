@@ -46,16 +46,26 @@ class StageAssignment:
         same_scope = places.get(forward_scope(node.scope), set[int]())
         if len(same_scope) == 1 and (only := next(iter(same_scope))) <= latest:
             return only
-        saved = {v: at for v in node.inputs if (at := self._at_hand(v, latest)) is not None}
+        saved = {v: at for v in node.inputs if (at := self._at_hand(v, latest, node)) is not None}
         return saved[max(saved, key=lambda v: self.body.types[v].nbytes)] if saved else latest
 
-    def _at_hand(self, value: int, latest: int) -> int | None:
+    def _at_hand(self, value: int, latest: int, reader: Node) -> int | None:
         """The last stage up to `latest` that made or read a value of the forward pass, a weight or the batch.
 
-        A literal is everywhere, whoever reads it first.
+        Where an operator of which `reader` may be the transpose reads it, that is its stage: the gradient of a weight
+        is where the weight is read, though what it was multiplied by is handed on, as the residual stream is. A literal
+        is everywhere, whoever reads it first.
         """
         if value in self.body.literals or self.body.producers.get(value) in self.late:
             return None
-        readers = (self.stage.get(r) for r in self.body.consumers[value] if r not in self.late)
-        places = {self.made.get(value), *readers} - {None}
-        return max((at for at in places if at is not None and at <= latest), default=None)
+        readers = [r for r in self.body.consumers[value] if r not in self.late and r in self.stage]
+        transposed = {self.stage[r] for r in readers if self._may_be_transposes(self.body.nodes[r], reader)}
+        places = transposed or {self.stage[r] for r in readers} | ({self.made[value]} if value in self.made else set())
+        return max((at for at in places if at <= latest), default=None)
+
+    def _may_be_transposes(self, one: Node, other: Node) -> bool:
+        """Whether two operators may be transposes of each other: they are of a kind, and so are their arrays' sizes."""
+        return one.primitive == other.primitive and self._sizes(one) == self._sizes(other)
+
+    def _sizes(self, node: Node) -> list[int]:
+        return sorted(self.body.types[v].nbytes for v in (*node.inputs, *node.outputs))
