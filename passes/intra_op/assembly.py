@@ -141,7 +141,7 @@ class Subproblem:
     def _passed(
         self, index: int, specs: Mapping[int, ShardingSpec], choice: Sequence[int], assigned: Mapping[int, Placement]
     ) -> tuple[ShardingSpec, ...]:
-        """The placements of a barrier's operands: as they are, or as they were reduced to before it.
+        """The placements of a barrier's operands: as they are, or reduced where something beside it reads them so.
 
         Else what reads them behind it, as recomputation does, would reduce them again; where something there wants
         the summands, they stay summands.
@@ -151,9 +151,11 @@ class Subproblem:
             at = self.settled(value, specs, choice)
             if at.partial and value in specs and not specs[value].partial:
                 at = specs[value]  # a barrier before this one let it through reduced
-            if at.partial and not any(spec.partial for _, spec in self._read(result, assigned)):
-                sums = (spec for reader, spec in self._read(value, assigned) if reader < index and not spec.partial)
-                at = next(sums, at)
+            before, behind = ([*self._read(v, assigned)] for v in (value, result))
+            if at.partial and not any(spec.partial for _, spec in behind):
+                if any(not spec.partial for _, spec in before):
+                    reads = sorted((*before, *behind), key=lambda read: read[0])
+                    at = next(spec for _, spec in reads if not spec.partial)
             passed.append(at)
         return tuple(passed)
 
