@@ -151,11 +151,12 @@ class Subproblem:
             at = self.settled(value, specs, choice)
             if at.partial and value in specs and not specs[value].partial:
                 at = specs[value]  # a barrier before this one let it through reduced
-            before, behind = ([*self._read(v, assigned)] for v in (value, result))
-            if at.partial and not any(spec.partial for _, spec in behind):
-                if any(not spec.partial for _, spec in before):
-                    reads = sorted((*before, *behind), key=lambda read: read[0])
-                    at = next(spec for _, spec in reads if not spec.partial)
+            beside, behind = ([*self._read(v, assigned)] for v in (value, result))
+            reduced = {spec for _, spec in beside if not spec.partial}
+            if at.partial and reduced and not any(spec.partial for _, spec in behind):
+                in_order = (spec for _, spec in sorted((*beside, *behind), key=lambda read: read[0]))
+                first = next(spec for spec in in_order if not spec.partial)
+                at = next((spec for _, spec in behind if spec in reduced), first)
             passed.append(at)
         return tuple(passed)
 
