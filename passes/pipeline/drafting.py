@@ -4,7 +4,7 @@ near to the best."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -68,7 +68,8 @@ class Drafting:
         """The layers of which stages are made."""
         return self.table.step.n_layers
 
-    def search(self, limit: float, cutoff: float, most_nbytes: float) -> DraftSearch:
+    def search(self, limit: float, cutoff: float, most_nbytes: float, unfit: Set[object] = frozenset()) -> DraftSearch:
+        """A search for drafts of at most `limit` bytes by their prices; those of a key in `unfit` are known not to fit."""
         return DraftSearch(
             table=self.table,
             schedules=self.schedules,
@@ -79,6 +80,7 @@ class Drafting:
             least_gain=LEAST_GAIN if self.is_large else 0.0,
             has=self._has,
             megatron_table=self._megatron_table,
+            unfit=unfit,
         )
 
     def draft(self, search: DraftSearch, context: SearchContext) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from passes.inter_op import NamedSchedule, StageCost, is_chunked, splits_backward
@@ -31,7 +31,7 @@ class DraftSearch:
 
     `best` is what the fastest of them takes that needs at most `limit` bytes of a device; none is priced that takes
     `reach` times that or more, or `limit_seconds`, nor what is seen before to need more than `most_nbytes` or to gain
-    no more than the share `least_gain`. `has` makes a sample in so many microbatches, and says whether there is one;
+    no more than the share `least_gain`. Those of a key in `unfit` were planned, and need more. `has` makes a sample in so many microbatches, and says whether there is one;
     `megatron_table(n, tensor)` has Megatron's prices on n devices of which so many cut the weights.
     """
 
@@ -44,6 +44,7 @@ class DraftSearch:
     least_gain: float
     has: Callable[[int], bool]
     megatron_table: Callable[[int, int], StageCostTable]
+    unfit: Set[object] = frozenset()
     best: float = math.inf
     drafts: list[Draft] = field(default_factory=list[Draft])
     _seen: set[object] = field(default_factory=set[object])
@@ -56,7 +57,7 @@ class DraftSearch:
     def take(self, draft: Draft) -> None:
         if draft.seconds < self.cutoff:
             self.drafts.append(draft)
-            if draft.peak_nbytes <= self.limit:
+            if draft.peak_nbytes <= self.limit and draft.key not in self.unfit:
                 self.best = min(self.best, draft.seconds)
 
     def add(self, shapes: Iterable[tuple[Shape, int]]) -> None:

@@ -68,6 +68,7 @@ class StagedSearch:
     plans: StagePlans = field(init=False)
     met: list[Alternative] = field(default_factory=list[Alternative])
     _seen: set[object] = field(default_factory=set[object])
+    _unfit: set[object] = field(default_factory=set[object])
 
     def __post_init__(self) -> None:
         self.block_costs = BlockCosts(options=self.solver, restrict=self.pinned)
@@ -122,11 +123,12 @@ class StagedSearch:
         sizes = [choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)]
         self.table.survey([n_devices for n_devices in sizes if n_devices < self.cluster.n_devices])
         self._seen.clear()
+        self._unfit.clear()
         is_large, best = self.drafting.is_large, None
         limit = SLACK * self.limit if is_large else self.limit  # the fastest of few that are planned may fit
         for _ in range(1 + RETRIES):
             cutoff = best.step_seconds if best else self.context.cutoff
-            search = self.drafting.search(limit, cutoff, limit if is_large else SLACK * limit)
+            search = self.drafting.search(limit, cutoff, limit if is_large else SLACK * limit, self._unfit)
             with self.context.ending_early():
                 self.drafting.draft(search, self.context)
             if self.context.is_interrupted:
@@ -180,6 +182,7 @@ class StagedSearch:
                 if self.least_memory_plan is None or plan.peak_nbytes < self.least_memory_plan.peak_nbytes:
                     self.least_memory_plan = plan
                 if plan.peak_nbytes > self.limit:
+                    self._unfit.add(draft.key)
                     over = min(plan.peak_nbytes, over or plan.peak_nbytes)
                 elif plan.step_seconds < (best.step_seconds if best else cutoff):
                     best = plan
