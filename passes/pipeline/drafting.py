@@ -69,7 +69,7 @@ class Drafting:
         return self.table.step.n_layers
 
     def search(self, limit: float, cutoff: float, most_nbytes: float, unfit: Set[object] = frozenset()) -> DraftSearch:
-        """A search for drafts of at most `limit` bytes by their prices; those of a key in `unfit` are known not to fit."""
+        """A search for drafts of at most `limit` bytes by their prices; plans of the keys in `unfit` need more."""
         return DraftSearch(
             table=self.table,
             schedules=self.schedules,

@@ -29,10 +29,11 @@ from passes.pipeline.stage_table import StageCostTable
 class DraftSearch:
     """The `drafts` of a search, each with the seconds that it takes by its prices.
 
-    `best` is what the fastest of them takes that needs at most `limit` bytes of a device; none is priced that takes
-    `reach` times that or more, or `limit_seconds`, nor what is seen before to need more than `most_nbytes` or to gain
-    no more than the share `least_gain`. Those of a key in `unfit` were planned, and need more. `has` makes a sample in so many microbatches, and says whether there is one;
-    `megatron_table(n, tensor)` has Megatron's prices on n devices of which so many cut the weights.
+    `best` is what the fastest of them takes that needs at most `limit` bytes of a device, and is of no key in `unfit`,
+    whose plans need more; none is priced that takes `reach` times that or more, or `limit_seconds`, nor what is seen
+    before to need more than `most_nbytes` or to gain no more than the share `least_gain`. `has` makes a sample in so
+    many microbatches, and says whether there is one; `megatron_table(n, tensor)` has Megatron's prices on n devices of
+    which so many cut the weights.
     """
 
     table: StageCostTable
