@@ -63,9 +63,9 @@ class StageAssignment:
         places = transposed or {self.stage[r] for r in readers} | ({self.made[value]} if value in self.made else set())
         return max((at for at in places if at <= latest), default=None)
 
-    def _may_be_transposes(self, one: Node, other: Node) -> bool:
+    def _may_be_transposes(self, forward: Node, backward: Node) -> bool:
         """Whether two operators may be transposes of each other: they are of a kind, and so are their arrays' sizes."""
-        return one.primitive == other.primitive and self._sizes(one) == self._sizes(other)
+        return forward.primitive == backward.primitive and self._sizes(forward) == self._sizes(backward)
 
     def _sizes(self, node: Node) -> list[int]:
         return sorted(self.body.types[v].nbytes for v in (*node.inputs, *node.outputs))
