@@ -19,3 +19,23 @@ def test_a_number_that_the_first_stage_reads_takes_no_gradient_there() -> None:
     body = Graph(types=types, nodes=nodes, inputs=(0,), outputs=(5,), constants=(), literals={1: 4.0})
     assigned = StageAssignment(body=body, firsts=(0, 1), late={2, 3}, anywhere=frozenset())
     assert assigned.stage == {0: 0, 1: 1, 2: 1, 3: 1}
+
+
+def test_a_weights_gradient_is_where_the_weight_is_read() -> None:
+    """A residual block is cut at its middle: what its first weight multiplies is read by the stage behind as well."""
+    sizes = ((32, 8), (8, 16), (16, 8), (32, 16), (32, 8), (32, 8), (32, 16), (8, 16), (32, 8))
+    product = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+    of_rows = {"dimension_numbers": (((0,), (0,)), ((), ()))}
+    of_columns = {"dimension_numbers": (((1,), (1,)), ((), ()))}
+    nodes = (
+        Node(primitive="dot_general", inputs=(0, 1), outputs=(3,), params=product),  # x @ inner
+        Node(primitive="dot_general", inputs=(3, 2), outputs=(4,), params=product),  # h @ outer
+        Node(primitive="add", inputs=(0, 4), outputs=(5,)),  # x + h @ outer
+        Node(primitive="dot_general", inputs=(5, 2), outputs=(6,), params=of_columns),  # the gradient of h
+        Node(primitive="dot_general", inputs=(0, 6), outputs=(7,), params=of_rows),  # of inner
+        Node(primitive="dot_general", inputs=(6, 1), outputs=(8,), params=of_columns),  # of x
+    )
+    types = tuple(TensorType(shape=shape, dtype="float32") for shape in sizes)
+    body = Graph(types=types, nodes=nodes, inputs=(0, 1, 2), outputs=(7, 8), constants=(), literals={})
+    assigned = StageAssignment(body=body, firsts=(0, 1), late={3, 4, 5}, anywhere=frozenset())
+    assert assigned.stage == {0: 0, 1: 1, 2: 1, 3: 1, 4: 0, 5: 0}
