@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from jax.lax import concatenate_p, sharding_constraint_p
+import jax
+from jax.lax import broadcast_in_dim_p, concatenate_p, sharding_constraint_p
 from jax.sharding import Sharding
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
-from autopar.frontend.by_row import GATHER, SCATTERS, Rows, Values, by_row
+from autopar.frontend.by_row import GATHER, SCATTERS, Rows, Values, by_row, taken_whole
+from autopar.frontend.known_numbers import computed, number_of
 from autopar.frontend.placements import Placed, placement_of
 from autopar.frontend.primitives import (
     BODIES,
@@ -155,11 +157,23 @@ class _Builder:
         number = _number(literal.val, dtype) if literal.aval.shape == () else None
         if number is None:
             return self.constant(literal.val, literal.aval)
-        key = (repr(number), dtype)
+        return self._number(number, literal.aval.dtype)
+
+    def _number(self, number: float | int | bool, dtype: Any) -> int:
+        """The value of a number, one for all that are the same."""
+        key = (repr(number), dtype_name(dtype))
         if key not in self._literal_values:
-            self._literal_values[key] = value = self.fresh(literal.aval)
+            self._literal_values[key] = value = self.fresh(jax.ShapeDtypeStruct((), dtype))
             self.literals[value] = number
         return self._literal_values[key]
+
+    def _spread(self, number: float | int | bool, aval: Any, site: Site) -> int:
+        """The value of an array whose elements are all this number."""
+        value = self._number(number, aval.dtype)
+        if not aval.shape:
+            return value
+        params = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
+        return self._node(broadcast_in_dim_p, (value,), (self.fresh(aval),), params, site)[0]
 
     def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], call: Site) -> list[int]:
         """The output values of an open jaxpr called at `call`, its equations appended."""
@@ -194,7 +208,12 @@ class _Builder:
         for simpler in (dimension_reduction, without_elements, tested_by_row, self.row_loops.of):
             if (jaxpr := simpler(equation)) is not None:
                 return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
-        if name in ROWWISE and (rows := by_row(name, equation.params, inputs, self._values())):
+        values = Values(types=self.types, makers=self.makers, constants=self.constants, literals=self.literals)
+        if (number := computed(equation, inputs, values)) is not None:
+            return (self._spread(number, equation.outvars[0].aval, site),)
+        if name in ROWWISE and number_of(inputs[1], values) == 0 and (jaxpr := taken_whole(equation)) is not None:
+            return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
+        if name in ROWWISE and (rows := by_row(name, equation.params, inputs, values)):
             return self._by_row(equation, inputs, rows, site)
         if reason := jax_compat.unkept_effect(equation):
             raise UnsupportedError(_unsupported(name, reason, site.source))
@@ -214,9 +233,6 @@ class _Builder:
             ),
             Equation(primitive=equation.primitive, params=equation.params, bodies=bodies),
         )
-
-    def _values(self) -> Values:
-        return Values(types=self.types, makers=self.makers, constants=self.constants, literals=self.literals)
 
     def _by_row(self, equation: Any, inputs: tuple[int, ...], rows: Rows, site: Site) -> Sequence[int]:
         """The output values of a gather or scatter that takes rows one by one."""

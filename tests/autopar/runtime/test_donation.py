@@ -290,7 +290,16 @@ def solved(a: jax.Array, b: jax.Array) -> jax.Array:
         (carried, 4),
         (lambda a, b: b * 2, 4),
     ],
-    ids=["empty", "a sum of nothing", "both", "not in the primal", "a solver's own", "no branch", "a dead carry", "none"],
+    ids=[
+        "empty",
+        "a sum of nothing",
+        "both",
+        "not in the primal",
+        "a solver's own",
+        "no branch",
+        "a dead carry",
+        "none",
+    ],
 )
 def test_what_the_graph_does_without_is_gone_where_jit_reads_it(
     step: Callable[..., Any], rows: int, planner: autopar.Auto | autopar.DataParallel
