@@ -29,7 +29,7 @@ from jax._src.lib import (
 from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.extend.random import threefry2x32_p
-from jax.interpreters.partial_eval import DynamicJaxprTracer, dce_jaxpr
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.lax import convert_element_type_p, optimization_barrier_p
 from jax.sharding import AxisType
 
@@ -108,18 +108,6 @@ def open_jaxpr(value: Any) -> tuple[Any, tuple[Any, ...]]:
     """(jaxpr, constants) of a closed or open jaxpr in either version."""
     constants = tuple(getattr(value, "consts", ()) or ())
     return getattr(value, "jaxpr", value), constants
-
-
-def without_dead_code(jaxpr: Any) -> tuple[Any, tuple[bool, ...]]:
-    """(a closed jaxpr without what its outputs do not need, in loops and branches too; which of its inputs it reads).
-
-    That is what `jax.jit` compiles. All inputs are kept.
-    """
-    opened, constants = open_jaxpr(jaxpr)
-    needed = [True] * len(opened.outvars)
-    _, read = dce_jaxpr(opened, needed)
-    live, _ = dce_jaxpr(opened, needed, instantiate=True)
-    return jex_core.ClosedJaxpr(live, constants), tuple(read)
 
 
 def call_local(params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:

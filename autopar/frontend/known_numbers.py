@@ -53,6 +53,20 @@ _INTEGERS = frozenset(f"{sign}int{width}" for sign in ("", "u") for width in (8,
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 
 
+def as_number(value: Any, aval: Any) -> float | int | bool | None:
+    """A scalar as a Python number, None for an array and for what is no bool, integer or real."""
+    if aval.shape:
+        return None
+    match aval.dtype.name:
+        case "bool":
+            return bool(value)
+        case name if name.startswith(("int", "uint")):
+            return int(value)
+        case name if name.startswith(("float", "bfloat")):
+            return float(value)
+    return None
+
+
 def number_of(value: int, values: Values) -> float | int | bool | None:
     """The number that a value is, or that every element of it is; None where none is known."""
     maker = values.makers.get(value)

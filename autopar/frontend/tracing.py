@@ -18,6 +18,7 @@ from autopar.frontend.arguments import Names, Positions, Signature, signature_of
 from autopar.frontend.devices import named_devices
 from autopar.frontend.flattening import Equation, RowLoops, flatten
 from autopar.frontend.placements import Devices, Placed, placement_of, specified
+from autopar.frontend.primitives import without_dead_code
 from autopar.jax_compat import PyTreeDef
 from passes.gc_pause import without_gc
 from passes.ir import Graph, Phase, StatePairs, TensorType, phase
@@ -99,9 +100,8 @@ def trace(
     inputs = tuple(given or there for given, there in zip_longest(inputs, placed))
     names = signature.names(dynamic, len(args))
     named = signature.named(dynamic, names, batch_argnums, batch_argnames)
-    labels = {"input_names": names, "output_names": _output_names(out_tree)}
-    live, read = jax_compat.without_dead_code(traced.jaxpr)
-    flattened = partial(flatten, live, **labels, out_shardings=outputs)
+    live, read = without_dead_code(traced.jaxpr)
+    flattened = partial(flatten, live, input_names=names, output_names=_output_names(out_tree), out_shardings=outputs)
     body = flattened()
     pairs = _state_pairs(body.graph, in_tree, out_tree, donated)
     if row_loops := loops_over_batch(body.graph, pairs, named):

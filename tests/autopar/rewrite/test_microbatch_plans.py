@@ -88,8 +88,8 @@ def test_a_penalty_is_added_after_the_loop():
     assert scan is not None
     (body,) = traced.graph.nodes[index].subgraphs
     entering = {body.types[v].shape for v in body.inputs[: scan.constants]}
-    assert entering == {(), (WIDTH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, WIDTH)}
-    assert scan.constants == 1 + len(arguments()[0])  # of the penalty nothing
+    assert entering == {(WIDTH, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, WIDTH)}
+    assert scan.constants == len(arguments()[0])  # of the penalty nothing
 
 
 @pytest.mark.parametrize("loss", [tied, tied_early])
