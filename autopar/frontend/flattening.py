@@ -262,7 +262,7 @@ class _Builder:
             primitive=primitive.name,
             inputs=inputs,
             outputs=outputs,
-            params=plain_params(dict(params)),
+            params=self._known_params.setdefault((primitive.name, repr(params)), plain_params(dict(params))),
             source=site.source,
             scope=site.scope,
         )

@@ -84,3 +84,20 @@ def test_no_plan_gathers_what_is_one_number(seed: int):
     step = autopar.parallelize(function, planner=Dice(seed=seed, sizes=(4, 2)))
     compiled = step.lower(*args).compile(dict(UNCOMBINED))
     verify(compiled.plan, compiled.as_text()).check()
+
+
+def test_what_is_made_of_equal_numbers_is_sent_once():
+    """Each call made its own zeros and ones, so that a count of edges was planned once a layer; XLA sends one."""
+
+    def step(x: jax.Array, ids: jax.Array) -> Any:
+        def degrees() -> jax.Array:
+            return jax.ops.segment_sum(jnp.ones(x.shape[0]), ids, 8)
+
+        return x.sum(0) / degrees()[:4], jnp.sin(x).sum(0) * degrees()[4:]
+
+    lowered = autopar.parallelize(step, planner=autopar.DataParallel(), devices=jax.devices()[:4]).lower(
+        X, jnp.arange(8)
+    )
+    verified = lowered.verify()
+    verified.check()
+    assert all(row.planned == row.compiled for row in verified.rows)
