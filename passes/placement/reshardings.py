@@ -161,7 +161,7 @@ class _Moving:
         return ReshardingPlan(before=(*before, tuple(m for m in brought if m)), bodies=bodies, same=self.same)
 
     def _recognise(self, node: Node, placement: Placement | None) -> None:
-        """Records a node that repeats an earlier one in the same placement, or a free one, which XLA computes only once.
+        """Records a node that repeats an earlier one, free or in the same placement, which XLA computes only once.
 
         Equal parameters and placements are the same objects in almost every graph, so it is those that are compared.
         """
