@@ -89,15 +89,15 @@ def test_no_plan_gathers_what_is_one_number(seed: int):
 def test_what_is_made_of_equal_numbers_is_sent_once():
     """Each call made its own zeros and ones, so that a count of edges was planned once a layer; XLA sends one."""
 
-    def step(x: jax.Array, ids: jax.Array) -> jax.Array:
+    def step(x: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
         for _ in range(2):
-            sums, counts = (jax.ops.segment_sum(y, ids, len(x)) for y in (x, jnp.ones(len(x))))
-            x = jnp.tanh(sums / counts[:, None])
+            sums, counts = (jax.ops.segment_sum(y, targets, len(x)) for y in (x[sources], jnp.ones(len(targets))))
+            x = x + jnp.tanh(sums / (1 + counts[:, None]))
         return x
 
+    edges = jnp.arange(16) % 8, jnp.arange(16) // 2
     step_in_parts = autopar.parallelize(step, planner=autopar.DataParallel(), devices=jax.devices()[:4])
-    verified = step_in_parts.lower(X, jnp.arange(8)).verify()
+    verified = step_in_parts.lower(X, *edges).verify()
     verified.check()
-    assert [row.planned for row in verified.rows] == [row.compiled for row in verified.rows]
-    (counts,) = (row for row in verified.rows if row.nbytes == 2 * 4)
-    assert (counts.kind, counts.planned) == ("reduce_scatter", 1)
+    (counts,) = (row for row in verified.rows if row.kind == "reduce_scatter" and row.nbytes == 2 * 4)
+    assert (counts.planned, counts.compiled) == (1, 1)
