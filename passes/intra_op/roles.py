@@ -115,6 +115,25 @@ def _weights(subproblem: Subproblem, entering: Mapping[int, int]) -> dict[Value,
     return ranks
 
 
+def recurrent(subproblem: Subproblem) -> set[Value]:
+    """What all iterations of a loop read alike, in its bodies, as the weights of a recurrent cell: it is fetched once
+    for all of them.
+
+    A loop that goes forward and backward in one iteration is one over microbatches, with the whole model in it, of
+    which no device has room for more than a part at a time.
+    """
+    read: set[Value] = set()
+    for control_join in subproblem.control_joins.values():
+        control = control_join.control
+        constant = {use.port for use in control.operands if not use.stacked and not control.ports[use.port].carry}
+        for body, inner in zip(control.bodies, control_join.bodies, strict=True):
+            if body.share == 1 and not {phase(node) for node in body.graph.nodes}.issuperset(("forward", "backward")):
+                ports = zip(body.graph.inputs, body.inputs, strict=True)
+                read.update((inner.number, value) for value, port in ports if port in constant)
+            read |= recurrent(inner)
+    return read
+
+
 def _batch_classes(root: Subproblem, batch: Mapping[int, int]) -> tuple[_Classes, _Classes]:
     """The classes of every operator group that the batch dimension reaches through the operators' factors, and, of
     operator groups that it does not reach, those from which it is reached.
