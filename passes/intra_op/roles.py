@@ -116,7 +116,7 @@ def _weights(subproblem: Subproblem, entering: Mapping[int, int]) -> dict[Value,
 
 
 def recurrent(subproblem: Subproblem) -> set[Value]:
-    """What all iterations of a loop read alike, in its bodies, as the weights of a recurrent cell: it is fetched once
+    """The values that all iterations of a loop read alike, in its bodies, as a recurrent cell's weights: fetched once
     for all of them.
 
     A loop that goes forward and backward in one iteration is one over microbatches, with the whole model in it, of
