@@ -84,7 +84,7 @@ def _run(
     known |= {v: lax.reshape(stack, graph.types[v].shape) for v, stack in stacks.items()}
     needed = _read_by(graph, (*chosen.loop, *chosen.after)) | set(graph.outputs)
     computed = [v for i in chosen.before if not is_free(graph, i) for v in graph.nodes[i].outputs if v in needed]
-    known.update(_up_front(body, chosen, computed, known, stacks))
+    known.update(_up_front(body, chosen.before, chosen.count, computed, known, stacks))
 
     entering, run_microbatch = _one_microbatch(body, chosen, coupling, known, stacks)
     leaving = [value for value, _ in chosen.carried]
@@ -143,23 +143,30 @@ def _one_microbatch(
 
 
 def _up_front(
-    body: Body, chosen: Split, outputs: Sequence[int], values: Mapping[int, Any], stacks: Mapping[int, Any]
+    body: Body,
+    nodes: Sequence[int],
+    count: int,
+    outputs: Sequence[int],
+    values: Mapping[int, Any],
+    stacks: Mapping[int, Any],
 ) -> dict[int, Any]:
-    """The values that the loop needs of the whole batch: summed over the stacks as they are, if they are sums."""
-    part, inputs = _part(body, chosen.before, outputs, values)
+    """The values that the loop needs of the whole batch, which these nodes make: summed over the stacks as they are, if
+    they are sums, as those are that are made of other sums in turn, such as a variance of its mean.
+    """
+    part, inputs = _part(body, nodes, outputs, values)
     batch = tuple(i for i, v in enumerate(inputs) if v in stacks)
-    early = sums_up_front(part.graph, chosen.count, batch) if batch else None
+    early = sums_up_front(part.graph, count, batch) if batch else None
     if early is None:
-        return _whole(body, chosen.before, outputs, values)
+        return _whole(body, nodes, outputs, values)
     given, ours = {v: values[v] for v in inputs}, {inputs[i]: stacks[inputs[i]] for i in batch}
     unchanged = [v for i in early.before if not is_free(part.graph, i) for v in part.graph.nodes[i].outputs]
     given.update(_whole(part, early.before, unchanged, given))
     entering, run_microbatch = _one_microbatch(part, early, "exact", given, ours)
-    pieces = jax.vmap(run_microbatch)(jnp.arange(chosen.count, dtype=np.int32), tuple(ours[v] for v in entering))
+    pieces = jax.vmap(run_microbatch)(jnp.arange(count, dtype=np.int32), tuple(ours[v] for v in entering))
     for (value, _), summands in zip(early.carried, pieces, strict=True):
         given[value] = summands.any(0) if summands.dtype == np.bool_ else summands.sum(0, dtype=summands.dtype)
     late = [v for v in outputs if v not in given]
-    given.update(_whole(part, early.after, late, given))
+    given.update(_up_front(part, early.after, count, late, given, ours))
     return {v: given[v] for v in outputs}
 
 

@@ -129,3 +129,24 @@ def test_the_step_is_that_of_jit(loss: Loss, options: dict[str, Any]):
         given = arguments("float64")
         ours, theirs = (f(*given) for f in (autopar.parallelize(step_of(loss), **options), jax.jit(step_of(loss))))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), ours, theirs)
+
+
+def test_a_variance_of_the_batch_is_summed_where_its_rows_are():
+    """A sum that is made of another one was computed whole, of rows that were brought to every device."""
+
+    def step(weight: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        gains = (batch["gain"] - batch["gain"].mean()) / (batch["gain"].std() + 1e-8)
+
+        def loss(weight: jax.Array) -> jax.Array:
+            return jnp.mean(jnp.tanh(batch["x"] @ weight)[:, 0] * gains)
+
+        return weight - 0.1 * jax.grad(loss)(weight)
+
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        weight, batch = draws.normal(size=(8, 4)), {"x": draws.normal(size=(16, 8)), "gain": draws.normal(size=16)}
+        parallel = autopar.parallelize(
+            step, planner=autopar.DataParallel(), devices=jax.devices()[:4], microbatches=2, donate_argnums=0
+        )
+        assert {collective.kind for collective in parallel.plan(weight, batch).collectives} == {"all_reduce"}
+        np.testing.assert_allclose(parallel(weight, batch), jax.jit(step)(weight, batch), rtol=1e-10, atol=1e-12)
