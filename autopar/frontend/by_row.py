@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from autopar.frontend.primitives import traced_for
 from passes.ir import Node, TensorType
 
 GATHER = "gather"
@@ -128,3 +129,21 @@ def by_row(primitive: str, params: Mapping[str, Any], inputs: Sequence[int], val
     }
     taken = {**params, "dimension_numbers": numbers._replace(**changed), "indices_are_sorted": False}
     return Rows(columns=tuple(column for column, _ in kept), params=taken)
+
+
+def taken_whole(equation: Any) -> Any:
+    """The jaxpr of a gather or scatter at index 0 of all that there is, as `jnp.take(x, 0, -1)` takes it of one column:
+    the operand in another shape, or what is added to it; None for all else.
+    """
+    operand, _, *updates = (var.aval for var in equation.invars)
+    name, params, result = equation.primitive.name, equation.params, equation.outvars[0].aval
+    numbers = params["dimension_numbers"]
+    if numbers.operand_batching_dims:
+        return None
+    if name == GATHER and tuple(params["slice_sizes"]) == operand.shape and result.size == operand.size:
+        return traced_for(lambda x, _: [x.reshape(result.shape)], equation)
+    if name == "scatter-add" and updates[0].size == operand.size:
+        window = tuple(updates[0].shape[d] for d in numbers.update_window_dims)
+        if window == tuple(n for d, n in enumerate(operand.shape) if d not in numbers.inserted_window_dims):
+            return traced_for(lambda x, _, y: [x + y.reshape(x.shape)], equation)
+    return None

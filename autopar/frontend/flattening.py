@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from jax.lax import concatenate_p, sharding_constraint_p
+import jax
+from jax.lax import broadcast_in_dim_p, concatenate_p, sharding_constraint_p
 from jax.sharding import Sharding
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
-from autopar.frontend.by_row import GATHER, SCATTERS, Rows, Values, by_row
+from autopar.frontend.by_row import GATHER, SCATTERS, Rows, Values, by_row, taken_whole
+from autopar.frontend.known_numbers import as_number, computed, number_of
 from autopar.frontend.placements import Placed, placement_of
 from autopar.frontend.primitives import (
     BODIES,
@@ -134,12 +136,16 @@ class _Builder:
         self.constants: dict[int, Any] = {}
         self._literal_values: dict[tuple[str, str], int] = {}
         self._constant_values: dict[int, int] = {}
+        self.values = Values(types=self.types, makers=self.makers, constants=self.constants, literals=self.literals)
 
     def fresh(self, aval: Any) -> int:
         key = (aval.shape, aval.dtype)
         if key not in self._known_types:
             self._known_types[key] = type_of(aval)
-        self.types.append(self._known_types[key])
+        return self._of_type(self._known_types[key])
+
+    def _of_type(self, type: TensorType) -> int:
+        self.types.append(type)
         return len(self.types) - 1
 
     def constant(self, array: Any, aval: Any) -> int:
@@ -151,15 +157,23 @@ class _Builder:
 
     def literal(self, literal: Any) -> int:
         """The value of a literal: a number if it is one, else a constant."""
-        dtype = dtype_name(literal.aval.dtype)
-        number = _number(literal.val, dtype) if literal.aval.shape == () else None
-        if number is None:
-            return self.constant(literal.val, literal.aval)
-        key = (repr(number), dtype)
+        number = as_number(literal.val, literal.aval)
+        dtype = literal.aval.dtype
+        return self.constant(literal.val, literal.aval) if number is None else self._number(number, dtype)
+
+    def _number(self, number: float | int | bool, dtype: Any) -> int:
+        """The value of a number, one for all that are the same."""
+        key = (repr(number), dtype_name(dtype))
         if key not in self._literal_values:
-            self._literal_values[key] = value = self.fresh(literal.aval)
+            self._literal_values[key] = value = self.fresh(jax.ShapeDtypeStruct((), dtype))
             self.literals[value] = number
         return self._literal_values[key]
+
+    def _spread(self, number: float | int | bool, aval: Any, site: Site) -> int:
+        """The value of an array whose elements are all this number."""
+        value = self._number(number, aval.dtype)
+        params = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
+        return self._node(broadcast_in_dim_p, (value,), (self.fresh(aval),), params, site)[0] if aval.shape else value
 
     def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], call: Site) -> list[int]:
         """The output values of an open jaxpr called at `call`, its equations appended."""
@@ -194,8 +208,8 @@ class _Builder:
         for simpler in (dimension_reduction, without_elements, tested_by_row, self.row_loops.of):
             if (jaxpr := simpler(equation)) is not None:
                 return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
-        if name in ROWWISE and (rows := by_row(name, equation.params, inputs, self._values())):
-            return self._by_row(equation, inputs, rows, site)
+        if simplified := self._of_known(equation, inputs, site):
+            return simplified
         if reason := jax_compat.unkept_effect(equation):
             raise UnsupportedError(_unsupported(name, reason, site.source))
         jaxprs = (jaxpr for key in BODIES.get(name, ()) for jaxpr in _several(equation.params[key]))
@@ -215,18 +229,23 @@ class _Builder:
             Equation(primitive=equation.primitive, params=equation.params, bodies=bodies),
         )
 
-    def _values(self) -> Values:
-        return Values(types=self.types, makers=self.makers, constants=self.constants, literals=self.literals)
+    def _of_known(self, equation: Any, inputs: tuple[int, ...], site: Site) -> Sequence[int]:
+        """The output values of an equation that is simpler for what is known of its operands; none of any other."""
+        if (number := computed(equation, inputs, self.values)) is not None:
+            return (self._spread(number, equation.outvars[0].aval, site),)
+        if equation.primitive.name not in ROWWISE:
+            return ()
+        if number_of(inputs[1], self.values) == 0 and (jaxpr := taken_whole(equation)) is not None:
+            return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
+        rows = by_row(equation.primitive.name, equation.params, inputs, self.values)
+        return self._by_row(equation, inputs, rows, site) if rows else ()
 
     def _by_row(self, equation: Any, inputs: tuple[int, ...], rows: Rows, site: Site) -> Sequence[int]:
         """The output values of a gather or scatter that takes rows one by one."""
         (first, *others), indices = rows.columns, self.types[inputs[1]]
         if others:
-            self.types.append(replace(indices, shape=(*indices.shape[:-1], len(rows.columns))))
-            joined = {"dimension": indices.rank - 1}
-            outputs = (len(self.types) - 1,)
-            self._node(concatenate_p, rows.columns, outputs, joined, site)
-            (first,) = outputs
+            joined = self._of_type(replace(indices, shape=(*indices.shape[:-1], len(rows.columns))))
+            (first,) = self._node(concatenate_p, rows.columns, (joined,), {"dimension": indices.rank - 1}, site)
         outputs = tuple(self.fresh(var.aval) for var in equation.outvars)
         return self._node(equation.primitive, (inputs[0], first, *inputs[2:]), outputs, rows.params, site)
 
@@ -243,7 +262,7 @@ class _Builder:
             primitive=primitive.name,
             inputs=inputs,
             outputs=outputs,
-            params=plain_params(dict(params)),
+            params=self._known_params.setdefault((primitive.name, repr(params)), plain_params(dict(params))),
             source=site.source,
             scope=site.scope,
         )
@@ -258,11 +277,10 @@ class _Builder:
         if sharding is None or not type.rank:
             return value
         placement = placement_of(sharding, type.shape, source=site.source)
-        self.types.append(type)
         node = Node(
             primitive=sharding_constraint_p.name,
             inputs=(value,),
-            outputs=(len(self.types) - 1,),
+            outputs=(self._of_type(type),),
             params={"dims": placement.dims, "devices": placement.devices},
             source=site.source,
             scope=site.scope,
@@ -297,11 +315,10 @@ class _Builder:
         unique = tuple(dict.fromkeys(values))
         if not unique:
             return inputs
-        outputs = tuple(range(len(self.types), len(self.types) + len(unique)))
-        self.types.extend(self.types[v] for v in unique)
-        primitive = jax_compat.optimization_barrier_p
-        node = Node(primitive=primitive.name, inputs=unique, outputs=outputs, source=site.source, scope=site.scope)
-        behind = dict(zip(unique, self.append(node, Equation(primitive=primitive)), strict=True))
+        outputs = tuple(self._of_type(self.types[v]) for v in unique)
+        behind = dict(
+            zip(unique, self._node(jax_compat.optimization_barrier_p, unique, outputs, {}, site), strict=True)
+        )
         return tuple(behind.get(v, v) if hold else v for v, hold in zip(inputs, every, strict=True))
 
 
@@ -352,17 +369,6 @@ def _finished(
         equations=tuple(build.equations[i] for i in picked),
         constants=tuple(build.constants[v] for v in constants),
     )
-
-
-def _number(value: Any, dtype: str) -> float | int | bool | None:
-    """A scalar as a Python number, None for one that is no bool, integer or real (keys, complex numbers)."""
-    if dtype == "bool":
-        return bool(value)
-    if dtype.startswith(("int", "uint")):
-        return int(value)
-    if dtype.startswith(("float", "bfloat")):
-        return float(value)
-    return None
 
 
 def _several(jaxprs: Any) -> tuple[Any, ...]:

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
@@ -143,6 +144,18 @@ def traced_for(fun: Callable[..., Any], equation: Any) -> Any:
     """The jaxpr of a function that takes the operands of an equation."""
     with jax_compat.no_mesh():
         return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
+
+
+def without_dead_code(jaxpr: Any) -> tuple[Any, tuple[bool, ...]]:
+    """(a closed jaxpr without what its outputs do not need, in loops and branches too; which of its inputs it reads).
+
+    That is what `jax.jit` compiles. All inputs are kept.
+    """
+    opened, constants = jax_compat.open_jaxpr(jaxpr)
+    needed = [True] * len(opened.outvars)
+    _, read = dce_jaxpr(opened, needed)
+    live, _ = dce_jaxpr(opened, needed, instantiate=True)
+    return ClosedJaxpr(live, constants), tuple(read)
 
 
 def _is_empty(aval: Any) -> bool:

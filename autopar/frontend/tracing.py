@@ -18,6 +18,7 @@ from autopar.frontend.arguments import Names, Positions, Signature, signature_of
 from autopar.frontend.devices import named_devices
 from autopar.frontend.flattening import Equation, RowLoops, flatten
 from autopar.frontend.placements import Devices, Placed, placement_of, specified
+from autopar.frontend.primitives import without_dead_code
 from autopar.jax_compat import PyTreeDef
 from passes.gc_pause import without_gc
 from passes.ir import Graph, Phase, StatePairs, TensorType, phase
@@ -45,7 +46,8 @@ class Traced:
     flat inputs that the next call takes them for, `named` says of each flat input whether the user calls it a part of
     the batch, and is empty where nothing is said. The inputs at `stacked` come as microbatches: [count, rows, ...] for
     the caller's [count * rows, ...]. `jaxpr` is what `jax.jit` would run of flat arguments, None where the graph is no
-    longer that function. `shardings` are those that the user gives the flat inputs and outputs; `devices` are what they
+    longer that function; of its inputs it reads those of which `read` says so, for all that the graph may do without.
+    `shardings` are those that the user gives the flat inputs and outputs; `devices` are what they
     and the program's own are on, None where nothing says so. `options` are how the caller wants it compiled.
     """
 
@@ -60,6 +62,7 @@ class Traced:
     named: tuple[bool, ...] = ()
     stacked: tuple[int, ...] = ()
     jaxpr: Any = None
+    read: tuple[bool, ...] = ()
     shardings: tuple[Placed, Placed] = ((), ())
     devices: Devices | None = None
     options: JitOptions = JitOptions()
@@ -97,8 +100,8 @@ def trace(
     inputs = tuple(given or there for given, there in zip_longest(inputs, placed))
     names = signature.names(dynamic, len(args))
     named = signature.named(dynamic, names, batch_argnums, batch_argnames)
-    labels = {"input_names": names, "output_names": _output_names(out_tree)}
-    flattened = partial(flatten, traced.jaxpr, **labels, out_shardings=outputs)
+    live, read = without_dead_code(traced.jaxpr)
+    flattened = partial(flatten, live, input_names=names, output_names=_output_names(out_tree), out_shardings=outputs)
     body = flattened()
     pairs = _state_pairs(body.graph, in_tree, out_tree, donated)
     if row_loops := loops_over_batch(body.graph, pairs, named):
@@ -121,6 +124,7 @@ def trace(
         state_pairs=state_pairs,
         named=named,
         jaxpr=traced.jaxpr,
+        read=read,
         shardings=(inputs, outputs),
         devices=named_devices(traced.jaxpr, around, mesh, signature.source),
         options=JitOptions(**{field.name: jit[field.name] for field in fields(JitOptions) if field.name in jit}),

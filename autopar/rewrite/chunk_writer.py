@@ -155,6 +155,7 @@ class ChunkWriter:
             in_tree=jax.tree.structure((0,) * len(written.inputs)),
             out_tree=jax.tree.structure((0,) * len(written.outputs)),
             donated=tuple(flag for flag, pieces in zip(self.traced.donated, ins, strict=True) for _ in pieces),
+            read=tuple(flag for flag, pieces in zip(self.traced.read, ins, strict=True) for _ in pieces),
             named=tuple(flag for flag, pieces in zip(self.traced.named, ins, strict=False) for _ in pieces),
             weak=tuple(flag for flag, pieces in zip(self.traced.weak, outs, strict=True) for _ in pieces),
             state_pairs=tuple(sorted(pairs)),

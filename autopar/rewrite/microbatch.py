@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -82,9 +83,10 @@ def _run(
     stacks = {graph.inputs[i]: inputs[i] for i in chosen.batch}
     known: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
     known |= {v: lax.reshape(stack, graph.types[v].shape) for v, stack in stacks.items()}
-    needed = _read_by(graph, (*chosen.loop, *chosen.after)) | set(graph.outputs)
+    made_inside = {v for i in chosen.loop for v in graph.nodes[i].outputs}
+    needed = (_read_by(graph, chosen.loop) - made_inside) | _read_by(graph, chosen.after) | set(graph.outputs)
     computed = [v for i in chosen.before if not is_free(graph, i) for v in graph.nodes[i].outputs if v in needed]
-    known.update(_up_front(body, chosen, computed, known, stacks))
+    known.update(_up_front(body, chosen.before, chosen.count, computed, known, stacks))
 
     entering, run_microbatch = _one_microbatch(body, chosen, coupling, known, stacks)
     leaving = [value for value, _ in chosen.carried]
@@ -109,7 +111,10 @@ def _run(
             if summed == is_sum:
                 known[value] = next(values) if is_sum else _join(next(values), spec)
     late = [v for v in dict.fromkeys(graph.outputs) if v not in known and v not in graph.literals]
-    known.update(_whole_once(body, chosen.after, late, known, memo))
+    if stacks.keys() & _read_by(graph, chosen.after):
+        known.update(_up_front(body, chosen.after, chosen.count, late, known, stacks))
+    else:
+        known.update(_whole_once(body, chosen.after, late, known, memo))
     return tuple(known[v] if v in known else _lone(body, v) for v in graph.outputs)
 
 
@@ -143,24 +148,47 @@ def _one_microbatch(
 
 
 def _up_front(
-    body: Body, chosen: Split, outputs: Sequence[int], values: Mapping[int, Any], stacks: Mapping[int, Any]
+    body: Body,
+    nodes: Sequence[int],
+    count: int,
+    outputs: Sequence[int],
+    values: Mapping[int, Any],
+    stacks: Mapping[int, Any],
 ) -> dict[int, Any]:
-    """The values that the loop needs of the whole batch: summed over the stacks as they are, if they are sums."""
-    part, inputs = _part(body, chosen.before, outputs, values)
+    """The values of the whole batch that these nodes make, before or after the loop: reduced over the stacks as they
+    are, if that is what they are made of, and then what is reduced of those in turn, as a variance of its mean.
+    """
+    part, inputs = _part(body, nodes, outputs, values)
     batch = tuple(i for i, v in enumerate(inputs) if v in stacks)
-    early = sums_up_front(part.graph, chosen.count, batch) if batch else None
+    early = sums_up_front(part.graph, count, batch) if batch else None
     if early is None:
-        return _whole(body, chosen.before, outputs, values)
+        return _whole(body, nodes, outputs, values)
     given, ours = {v: values[v] for v in inputs}, {inputs[i]: stacks[inputs[i]] for i in batch}
     unchanged = [v for i in early.before if not is_free(part.graph, i) for v in part.graph.nodes[i].outputs]
     given.update(_whole(part, early.before, unchanged, given))
     entering, run_microbatch = _one_microbatch(part, early, "exact", given, ours)
-    pieces = jax.vmap(run_microbatch)(jnp.arange(chosen.count, dtype=np.int32), tuple(ours[v] for v in entering))
-    for (value, _), summands in zip(early.carried, pieces, strict=True):
-        given[value] = summands.any(0) if summands.dtype == np.bool_ else summands.sum(0, dtype=summands.dtype)
+    pieces = jax.vmap(run_microbatch)(jnp.arange(count, dtype=np.int32), tuple(ours[v] for v in entering))
+    for (value, spec), piece in zip(early.carried, pieces, strict=True):
+        given[value] = _REDUCED[spec.reduction](piece)
     late = [v for v in outputs if v not in given]
-    given.update(_whole(part, early.after, late, given))
+    given.update(_up_front(part, early.after, count, late, given, ours))
     return {v: given[v] for v in outputs}
+
+
+def _summed(pieces: jax.Array) -> jax.Array:
+    return pieces.any(0) if pieces.dtype == np.bool_ else pieces.sum(0, dtype=pieces.dtype)
+
+
+_REDUCED: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
+    {
+        "add": _summed,
+        "max": lambda pieces: pieces.max(0),
+        "min": lambda pieces: pieces.min(0),
+        "or": lambda pieces: pieces.any(0),
+        "and": lambda pieces: pieces.all(0),
+    }
+)
+"""Reductions of what each microbatch has reduced, by the word of a rule's factor."""
 
 
 def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:

@@ -183,6 +183,7 @@ def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, S
         graph=sample.graph,
         equations=tuple(traced.equations[i] for i in sample.nodes),
         donated=tuple(traced.donated[i] for i in sample.inputs),
+        read=tuple(traced.read[i] for i in sample.inputs),
         named=tuple(traced.named[i] for i in sample.inputs) if traced.named else (),
         weak=tuple(traced.weak[o] for o in sample.outputs),
         state_pairs=sample.state_pairs,

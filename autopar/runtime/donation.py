@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from autopar.frontend import Traced
 from autopar.runtime.program import Feed, Free, Instruction, Run, Segment, Send, Slot
-from passes.ir import TensorType
+from passes.ir import Graph, TensorType
 
 Pair = tuple[int, int]
 """Positions of an input and of the output that takes its buffer."""
@@ -22,14 +22,13 @@ Pair = tuple[int, int]
 def reused(traced: Traced) -> frozenset[int]:
     """The donated inputs whose buffers `jax.jit` would give to outputs: those are gone after a call, others are not.
 
-    Outputs in order each take the first donated input that is left of their shape and dtype; inputs that nothing reads
-    are none of the program's.
+    Outputs in order each take the first donated input that is left of their shape and dtype; inputs that its program
+    does not read are none of the program's.
     """
     graph = traced.graph
-    read = {v for node in graph.nodes for v in node.inputs} | set(graph.outputs)
     unclaimed: dict[TensorType, deque[int]] = {}
-    for position, (value, donated) in enumerate(zip(graph.inputs, traced.donated, strict=True)):
-        if donated and value in read:
+    for position, (value, donated, read) in enumerate(zip(graph.inputs, traced.donated, traced.read, strict=True)):
+        if donated and read:
             type = graph.types[value]
             if position in traced.stacked:
                 count, rows, *inner_shape = type.shape
@@ -40,6 +39,12 @@ def reused(traced: Traced) -> frozenset[int]:
         if queue := unclaimed.get(graph.types[value]):
             positions.add(queue.popleft())
     return frozenset(positions)
+
+
+def unread(graph: Graph) -> frozenset[int]:
+    """The inputs that nothing in the graph reads, such as an array without elements of which others are made."""
+    read = {v for node in graph.nodes for v in node.inputs} | set(graph.outputs)
+    return frozenset(i for i, value in enumerate(graph.inputs) if value not in read)
 
 
 def shared(instructions: Iterable[Instruction]) -> Mapping[Slot, Slot]:

@@ -64,7 +64,10 @@ class Executable:
             leaves = [leaf.reshape(self.stacked[i]) if i in self.stacked else leaf for i, leaf in enumerate(leaves)]
         moving = [i for i in others if not self._is_in_place(i, leaves[i])]
         if not moving:
-            return jax.tree.unflatten(self.out_tree, self.run(*self.groups(leaves)))
+            results = self.run(*self.groups(leaves))
+            if self.donation.unread:
+                self.donation.delete(given, self.donation.unread)
+            return jax.tree.unflatten(self.out_tree, results)
         self.donation.check(given)
         self.moves.tell(leaves, self.in_shardings, moving)
         placed = list(leaves)
@@ -72,7 +75,7 @@ class Executable:
         for i, array in zip(moving, moved, strict=True):
             placed[i] = array
         results = self.run(*self.groups(placed))
-        self.donation.delete(given, moving)
+        self.donation.delete(given, (*moving, *self.donation.unread))
         return jax.tree.unflatten(self.out_tree, results)
 
     def _is_in_place(self, index: int, leaf: Any) -> bool:

@@ -22,7 +22,7 @@ from autopar.plan import Plan, unflattened
 from autopar.runtime.accepted import Accepted
 from autopar.runtime.argument_groups import Groups, grouped
 from autopar.runtime.arrivals import Arrivals
-from autopar.runtime.donation import reused
+from autopar.runtime.donation import reused, unread
 from autopar.runtime.executable import Executable
 from autopar.runtime.footprint import CPU, Limit, needed_nbytes, temporaries_nbytes
 from autopar.runtime.moves import Moves
@@ -57,6 +57,7 @@ class Prepared:
     def executable(self, run: Callable[..., Sequence[jax.Array]] | None = None) -> Executable:
         """The program as calls run it, with `run` in place of the jitted function once it is compiled."""
         names = self.traced.graph.input_names
+        gone = reused(self.traced)
         groups = _groups(self.traced)
 
         def ahead(*leaves: Any) -> Sequence[jax.Array]:
@@ -67,7 +68,9 @@ class Prepared:
             groups=groups,
             nested=ahead if run else self.nested,
             in_shardings=self.in_shardings,
-            donation=Donation(positions=tuple(sorted(reused(self.traced))), names=names),
+            donation=Donation(
+                positions=tuple(sorted(gone)), names=names, unread=tuple(sorted(gone & unread(self.traced.graph)))
+            ),
             out_tree=self.traced.out_tree,
             stacked=_stacked(self.traced),
             arrivals=Arrivals(self.processes, names) if self.processes else None,

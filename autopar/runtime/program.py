@@ -108,10 +108,14 @@ class Feed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Donation:
-    """The positions of the arguments that are deleted after a step, as after `jax.jit`, and all names."""
+    """The positions of the arguments that are deleted after a step, as after `jax.jit`, and all names.
+
+    Those of the positions that are `unread` are none of the planned program's, which leaves them alone.
+    """
 
     positions: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    unread: tuple[int, ...] = ()
 
     def check_there(self, leaves: Sequence[Any]) -> None:
         """Raises RuntimeError for a donated array that has been deleted, as JAX does for one that is not donated.

@@ -21,7 +21,7 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
 from passes.intra_op.axis_choices import PARTIAL
-from passes.intra_op.roles import Roles, Value, origin, roles
+from passes.intra_op.roles import Roles, Value, origin, recurrent, roles
 from passes.intra_op.strategies import Strategy
 from passes.ir import phase
 from passes.layers import OTHERWISE, taken_for
@@ -178,9 +178,10 @@ def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly],
         _check_batch(assembly, values.batch, axes)
         sharded = {(root.number, v) for v in values.state | (values.parameters if stage == 3 else frozenset[int]())}
         if stage == 3:
-            sharded |= values.weights.keys()
+            fetched = replace(values, weights={v: values.weights[v] for v in values.weights.keys() - recurrent(root)})
+            sharded |= fetched.weights.keys()
             sharded |= {
-                (subproblem.number, v) for subproblem in root.all() for v in _made_of_weights(subproblem, values)
+                (subproblem.number, v) for subproblem in root.all() for v in _made_of_weights(subproblem, fetched)
             }
 
         def allows(subproblem: Subproblem, operator_group: int, strategy: Strategy) -> bool:

@@ -53,7 +53,7 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
         rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
         remedy = f"return the state that the step updates, {OTHERWISE}, or use planner=Auto()"
         raise PlanningError(explain("data parallelism", rule, "", remedy))
-    on_batch, aligned = _batch_classes(assembly.root, batch)
+    on_batch, aligned = _batch_classes(assembly.root, batch, parameters)
     return Roles(
         batch=batch,
         parameters=frozenset(parameters),
@@ -115,9 +115,32 @@ def _weights(subproblem: Subproblem, entering: Mapping[int, int]) -> dict[Value,
     return ranks
 
 
-def _batch_classes(root: Subproblem, batch: Mapping[int, int]) -> tuple[_Classes, _Classes]:
+def recurrent(subproblem: Subproblem) -> set[Value]:
+    """The values that all iterations of a loop read alike, in its bodies, as a recurrent cell's weights: fetched once
+    for all of them.
+
+    A loop that goes forward and backward in one iteration is one over microbatches, with the whole model in it, of
+    which no device has room for more than a part at a time.
+    """
+    read: set[Value] = set()
+    for control_join in subproblem.control_joins.values():
+        control = control_join.control
+        constant = {use.port for use in control.operands if not use.stacked and not control.ports[use.port].carry}
+        for body, inner in zip(control.bodies, control_join.bodies, strict=True):
+            if body.share == 1 and not {phase(node) for node in body.graph.nodes}.issuperset(("forward", "backward")):
+                ports = zip(body.graph.inputs, body.inputs, strict=True)
+                read.update((inner.number, value) for value, port in ports if port in constant)
+            read |= recurrent(inner)
+    return read
+
+
+def _batch_classes(
+    root: Subproblem, batch: Mapping[int, int], parameters: Collection[int]
+) -> tuple[_Classes, _Classes]:
     """The classes of every operator group that the batch dimension reaches through the operators' factors, and, of
     operator groups that it does not reach, those from which it is reached.
+
+    What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well.
     """
     onward: dict[_Place, list[_Place]] = defaultdict(list)
     back: dict[_Place, list[_Place]] = defaultdict(list)
@@ -126,9 +149,23 @@ def _batch_classes(root: Subproblem, batch: Mapping[int, int]) -> tuple[_Classes
             onward[before].append(after)
             back[after].append(before)
     reached = _reached([_Dim(root.number, value, dim) for value, dim in batch.items()], onward)
+    weighty = _reached([_Dim(root.number, v, d) for v in parameters for d in range(root.graph.types[v].rank)], onward)
+    rows = {root.graph.types[value].shape[dim] for value, dim in batch.items()}
+    for value in _drawn(root, rows):
+        drawn = _reached([_Dim(root.number, value, 0)], onward)
+        if weighty.isdisjoint(drawn):  # noise on weights is none
+            reached |= drawn
     on_batch = _classes_of(reached)
     aligned = _classes_of(_reached(reached, back))
     return on_batch, {node: classes for node, classes in aligned.items() if node not in on_batch}
+
+
+def _drawn(subproblem: Subproblem, rows: Collection[int]) -> Iterator[int]:
+    """The values that are drawn at random, of so many rows."""
+    graph = subproblem.graph
+    for node, rule in zip(graph.nodes, subproblem.grouping.rules, strict=True):
+        if rule.draws:
+            yield from (v for v in node.outputs if graph.types[v].rank and graph.types[v].shape[0] in rows)
 
 
 def _reached(starts: Iterable[_Place], onward: Mapping[_Place, Sequence[_Place]]) -> set[_Place]:

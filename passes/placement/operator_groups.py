@@ -28,7 +28,9 @@ class OperatorGroup:
     covers values that members read from elsewhere too: two readers of one value agree on its dimensions, on whichever
     side of a barrier they stand. A `rooted` operator group transforms graph inputs only. One that `adds` only adds up
     what heavy operators make, and what reads the sum is another: so summands may be added first and reduced once,
-    before the rest cuts the sum. Built up by `group` and not changed afterwards.
+    before the rest cuts the sum. `outside` has a class of ours for classes of other groups, by their numbers: what
+    stands for one dimension there does so here, on both sides of a reduction. Built up by `group` and not changed
+    afterwards.
     """
 
     phase: Phase
@@ -40,6 +42,7 @@ class OperatorGroup:
     parents: list[int] = field(default_factory=list)
     factor_classes: dict[int, list[int]] = field(default_factory=dict)
     value_classes: dict[int, list[int]] = field(default_factory=dict)
+    outside: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def find(self, cls: int) -> int:
         """The representative of a class."""
@@ -183,6 +186,8 @@ class _Grouper:
             if other_group != host and self.operator_groups[other_group].rooted:
                 self._absorb(host, other_group, index)
         operator_group.join(index, self.graph, rule, self.roots)
+        if rule.light:
+            self._agree(operator_group, host, node)
         # What a heavy operator alone reads, as a half-precision copy of a weight, may lie otherwise than it is read.
         for value in node.inputs if rule.light else ():
             if value in self.single and value not in operator_group_of_value:
@@ -195,6 +200,24 @@ class _Grouper:
             )
         for value in node.outputs:
             operator_group_of_value[value] = host
+
+    def _agree(self, operator_group: OperatorGroup, host: int, node: Node) -> None:
+        """Makes one class of those that stand for dimensions of one class in the operator group that they come from.
+
+        A gradient that is summed over the batch, and broadcast again to be multiplied with another value of the batch,
+        would otherwise have the batch on two classes, of which an axis may have one.
+        """
+        for read in node.inputs:
+            value = self.roots.get(read, read)
+            number = self.home.get(value, host)
+            if number == host or value not in operator_group.value_classes:
+                continue
+            source = self.operator_groups[number]
+            rows = source.value_classes.get(value, ()), operator_group.value_classes[value]
+            for theirs, ours in zip(*rows, strict=False):
+                if theirs >= 0 and ours >= 0:
+                    first = operator_group.outside.setdefault((number, source.find(theirs)), ours)
+                    operator_group.unite(first, ours)
 
     def _host(self, index: int, when: Phase) -> int | None:
         """The operator group that a light node joins: that of its largest operand, the latest of equals, in its own

@@ -137,6 +137,7 @@ class _Moving:
         for index, (node, placement) in enumerate(zip(graph.nodes, layout.placements, strict=True)):
             if is_free(graph, index):
                 self.free.update(node.outputs)
+                self._recognise(node, None)
                 before.append(())
                 continue
             if placement.bodies:
@@ -159,8 +160,8 @@ class _Moving:
         brought = (self._bring(value, spec, "forward", None) for value, spec in leaving)
         return ReshardingPlan(before=(*before, tuple(m for m in brought if m)), bodies=bodies, same=self.same)
 
-    def _recognise(self, node: Node, placement: Placement) -> None:
-        """Records a node that repeats an earlier one in the same placement, which XLA computes only once.
+    def _recognise(self, node: Node, placement: Placement | None) -> None:
+        """Records a node that repeats an earlier one, free or in the same placement, which XLA computes only once.
 
         Equal parameters and placements are the same objects in almost every graph, so it is those that are compared.
         """

@@ -18,7 +18,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     if keys.dtype != "key<fry>":
         return replicate(operands, results, f"random bits of {keys} keys depend on the whole shape")
     base = build([(keys, range(keys.rank))], [(bits, range(bits.rank))], flops=_ROUNDS_FLOPS * bits.size)
-    return replace(base, localized=True)
+    return replace(base, localized=True, draws=True)
 
 
 @rule("random_wrap", "random_unwrap", "random_split")

@@ -55,6 +55,7 @@ class ShardingRule:
     `permutes`         the result is the operand in another order, which a product reads and writes as it likes
     `convolves`        its operands are images and a kernel, whose order in memory and sizes matter on CPUs
     `in_rows`          on CPUs its arrays lie row after row, whatever order a neighbour would have them in
+    `draws`            it draws random numbers
     `accumulates`      it adds up cotangents of one value, in whatever order
     `splits`           (a dimension of the operand whose first part is the result's first, that of the result with the
                        rest of it)
@@ -83,6 +84,7 @@ class ShardingRule:
     permutes: bool = False
     convolves: bool = False
     in_rows: bool = False
+    draws: bool = False
     accumulates: bool = False
     splits: tuple[tuple[int, int], ...] = ()
 

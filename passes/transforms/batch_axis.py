@@ -161,7 +161,7 @@ class Walk:
             self.varying.update(self._varying_results(index))
             self.beside.update(v for v in node.outputs if v not in self.varying)
             return
-        repaired = not self.inside and (only_reports(node) or self._ask_up_front(node))
+        repaired = not self.inside and (only_reports(node) or self._ask_up_front(index))
         self._postpone(index, None if repaired else placed)
 
     def _varying_results(self, index: int) -> Iterable[int]:
@@ -177,10 +177,15 @@ class Walk:
             ]
         return node.outputs
 
-    def _ask_up_front(self, node: Node) -> bool:
+    def _ask_up_front(self, index: int) -> bool:
         """Whether the operands that stand in the way can be computed before the loop: they come from the batch alone,
-        or without products, as a count of rows that is added to the state's.
+        or without products, as a count of rows that is added to the state's. So can a node itself that reduces those
+        to what is no sum, such as the largest.
         """
+        node = self.graph.nodes[index]
+        if not self.waits and self.heavy.isdisjoint(node.inputs) and _cut(self, index, is_any=True):
+            self.wanted_up_front.add(index)
+            return True
         sums = [v for v in node.inputs if v in self.varying and self.home[v].partial]
         needed = sums or [v for v in node.inputs if v in self.varying]
         makers = {self.graph.producers[v] for v in needed if v in self.graph.producers and v not in self.heavy}
@@ -215,24 +220,18 @@ class Walk:
                 return settled
             self.loops[index] = settled
             placement = settled.placement()
-            if not all(map(self._fits, node.inputs, placement.operands)):
+            if not all(map(self.fits, node.inputs, placement.operands)):
                 return Refusal(node=node, words="a loop wants the batch in two ways")
             return placement
         if rule.alias:
             operand_specs = (replicated(self.graph.types[v].rank) for v in node.inputs)  # as free values are
             specs = tuple(self.home.get(v, spec) for v, spec in zip(node.inputs, operand_specs, strict=True))
             return Placement(operands=specs, results=specs)
-        for factor in range(len(rule.factors)):
-            assignment = ((AXIS, factor),)
-            if rule.factors[factor].size % self.time.count or rule.factors[factor].reduction not in ("", "add"):
-                continue
-            operands = tuple(rule.operand_spec(o, assignment) for o in range(len(node.inputs)))
-            if all(map(self._fits, node.inputs, operands)):
-                results = tuple(rule.result_spec(r, assignment) for r in range(len(node.outputs)))
-                return Placement(operands=operands, results=results)
+        if placement := _cut(self, index, is_any=self.waits):
+            return placement
         if self.coupling == "independent" and not rule.reason:
             operand_specs = _whole(node, self.graph)
-            if all(map(self._fits, node.inputs, operand_specs.operands)):
+            if all(map(self.fits, node.inputs, operand_specs.operands)):
                 return operand_specs
         return Refusal(node=node, words=self._why_not(node, rule))
 
@@ -257,7 +256,7 @@ class Walk:
     def _is_sum(self, value: int) -> bool:
         return value in self.varying and bool(self.home[value].partial)
 
-    def _fits(self, value: int, target: ShardingSpec) -> bool:
+    def fits(self, value: int, target: ShardingSpec) -> bool:
         """Whether a value can be had in a placement while a microbatch runs."""
         if value not in self.varying:
             return True
@@ -276,6 +275,22 @@ class Walk:
     def layout(self, inputs: Sequence[ShardingSpec]) -> Layout:
         placements = [self.placements.get(i) or _whole(node, self.graph) for i, node in enumerate(self.graph.nodes)]
         return Layout(inputs=tuple(inputs), placements=tuple(placements), outputs=self.outputs)
+
+
+def _cut(walk: Walk, index: int, *, is_any: bool) -> Placement | None:
+    """The place of a node that computes a microbatch by itself, or reduces it by a sum, or in any way if `is_any`;
+    None where there is none.
+    """
+    node, rule = walk.graph.nodes[index], walk.rules[index]
+    for factor, properties in enumerate(rule.factors):
+        assignment = ((AXIS, factor),)
+        if properties.size % walk.time.count or not (is_any or properties.reduction in ("", "add")):
+            continue
+        operands = tuple(rule.operand_spec(o, assignment) for o in range(len(node.inputs)))
+        if all(map(walk.fits, node.inputs, operands)):
+            results = tuple(rule.result_spec(r, assignment) for r in range(len(node.outputs)))
+            return Placement(operands=operands, results=results)
+    return None
 
 
 def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:

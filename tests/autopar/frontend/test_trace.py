@@ -352,3 +352,19 @@ def test_rows_that_stop_one_by_one_stay_where_they_are() -> None:
     assert {c.nbytes for c in parallel.plan(x).collectives} <= {1, 8}  # the truth of each row
     for mine, theirs in zip(parallel(x), jax.jit(jax.vmap(root))(x), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_what_a_loop_carries_for_nobody_is_no_part_of_it() -> None:
+    """All rows of an unread carry were brought to every device, in each iteration."""
+
+    def step(weight: jax.Array, unused: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(carry: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            return (jnp.tanh(carry[0] @ weight), carry[1][::-1] * 2), carry[1].sum()
+
+        return jax.lax.scan(layer, (x, unused), None, length=3)[0][0]
+
+    step_of = autopar.parallelize(step).step(*(jnp.ones((8, 8)),) * 3)
+    (loop,) = (node for node in step_of.graph.nodes if node.primitive == "scan")
+    assert [node.primitive for node in loop.subgraphs[0].nodes] == ["dot_general", "tanh"]
+    assert (len(loop.inputs), len(loop.outputs)) == (2, 1)
+    assert len(step_of.graph.inputs) == 3

@@ -92,7 +92,7 @@ def reduction(w: Writer) -> Value:
         case "sum":
             return w.write(f"{x.name}.sum({written})", x, bound=x.bound * over)
         case "mean" | "var" as name:
-            x = x if x.dtype == FLOAT and axes else w.value(dtype=FLOAT, rank=len(axes) or 99)
+            x = x if x.dtype == FLOAT and axes else w.value(dtype=FLOAT, rank=1 + max(axes, default=98))
             return w.write(f"{x.name}.{name}({written})", x, bound=x.bound**2 + 1, exact=False)
         case name:
             if not (axes and x.exact):

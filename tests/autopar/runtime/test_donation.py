@@ -33,7 +33,7 @@ def gone(tree: Any) -> list[bool]:
     return [leaf.is_deleted() for leaf in jax.tree.leaves(tree)]
 
 
-def on(step: Callable[..., Any], planner: Pipeline = TWO, devices: int = 4, **options: Any) -> Any:
+def on(step: Callable[..., Any], planner: Any = TWO, devices: int = 4, **options: Any) -> Any:
     return autopar.parallelize(step, planner=planner, devices=jax.devices()[:devices], **options)
 
 
@@ -255,3 +255,60 @@ def test_without_stages_it_is_the_same():
     with pytest.raises(ArgumentError, match=r"params\[0\] and old\[0\] are one array"):
         autopar.parallelize(both, planner=autopar.DataParallel(), donate_argnums=0)(given, given)
     assert not any(gone(given))
+
+
+@jax.custom_jvp
+def second(a: jax.Array, b: jax.Array) -> jax.Array:
+    return b * 2
+
+
+second.defjvps(None, None)
+
+
+def branched(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.lax.cond(b.sum() > 1, lambda a, b: b, lambda a, b: b * 2, a, b)
+
+
+def carried(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda c, _: ((c[0], c[1] * 2), None), (a, b), None, length=2)[0][1]
+
+
+def solved(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.lax.custom_linear_solve(lambda x: a * x, b, solve=lambda _, x: x / 2.0, symmetric=True)
+
+
+@pytest.mark.parametrize("planner", [autopar.Auto(max_axes=1), autopar.DataParallel()], ids=["auto", "data parallel"])
+@pytest.mark.parametrize(
+    ("step", "rows"),
+    [
+        (lambda a, b: (a - a * b.sum(), b), 0),
+        (lambda a, b: (a.sum() * jnp.zeros_like(a), b), 0),
+        (lambda a, b: (b, a * 2), 4),
+        (second, 4),
+        (solved, 4),
+        (branched, 4),
+        (carried, 4),
+        (lambda a, b: b * 2, 4),
+    ],
+    ids=[
+        "empty",
+        "a sum of nothing",
+        "both",
+        "not in the primal",
+        "a solver's own",
+        "no branch",
+        "a dead carry",
+        "none",
+    ],
+)
+def test_what_the_graph_does_without_is_gone_where_jit_reads_it(
+    step: Callable[..., Any], rows: int, planner: autopar.Auto | autopar.DataParallel
+):
+    """`jax.jit` keeps a donated array alone that its own dead code would read; simpler graphs read fewer."""
+    b = jnp.ones(4)
+    deleted = []
+    for parallel in (on(step, planner, 2, donate_argnums=0), jax.jit(step, donate_argnums=0)):
+        a = jnp.ones(rows)
+        jax.block_until_ready(parallel(a, b))
+        deleted.append(a.is_deleted())
+    assert deleted[0] == deleted[1]

@@ -1,0 +1,107 @@
+"""Values that are one number throughout and known when a function is traced, such as the 1/n of a mean's gradient.
+
+XLA computes them before the program runs, and moves nothing of them between devices. As numbers they cost a plan
+nothing either, wherever they are read. Only what has one right result is computed here: arithmetic that IEEE 754 rounds
+correctly, comparisons, selections, and views of an array whose elements are all alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.frontend.by_row import Values
+
+BROADCAST = "broadcast_in_dim"
+
+_VIEWS = frozenset(
+    {BROADCAST, "copy", "dynamic_slice", "reshape", "rev", "slice", "squeeze", "stop_gradient", "transpose"}
+)
+"""Primitives whose result has no elements but those of the first operand."""
+
+_EXACT: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "abs": np.abs,
+        "add": np.add,
+        "add_any": np.add,
+        "and": np.bitwise_and,
+        "div": np.divide,
+        "eq": np.equal,
+        "ge": np.greater_equal,
+        "gt": np.greater,
+        "is_finite": np.isfinite,
+        "le": np.less_equal,
+        "lt": np.less,
+        "mul": np.multiply,
+        "ne": np.not_equal,
+        "neg": np.negative,
+        "not": np.bitwise_not,
+        "or": np.bitwise_or,
+        "select_n": lambda which, *cases: cases[int(which)],
+        "sqrt": np.sqrt,
+        "sub": np.subtract,
+        "xor": np.bitwise_xor,
+    }
+)
+"""Primitives that have one right result, with what computes it."""
+
+_INTEGERS = frozenset(f"{sign}int{width}" for sign in ("", "u") for width in (8, 16, 32, 64)) | {"bool"}
+_FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
+
+
+def as_number(value: Any, aval: Any) -> float | int | bool | None:
+    """A scalar as a Python number, None for an array and for what is no bool, integer or real."""
+    if aval.shape:
+        return None
+    match aval.dtype.name:
+        case "bool":
+            return bool(value)
+        case name if name.startswith(("int", "uint")):
+            return int(value)
+        case name if name.startswith(("float", "bfloat")):
+            return float(value)
+    return None
+
+
+def number_of(value: int, values: Values) -> float | int | bool | None:
+    """The number that a value is, or that every element of it is; None where none is known."""
+    maker = values.makers.get(value)
+    if maker is not None and maker.primitive == BROADCAST:
+        value = maker.inputs[0]
+    number = values.literals.get(value)
+    return number if isinstance(number, float | int) else None
+
+
+def computed(equation: Any, inputs: Sequence[int], values: Values) -> float | int | bool | None:
+    """The number that every element of an equation's result is; None where it is not known, or not computed here."""
+    numbers = [number for value in inputs if (number := number_of(value, values)) is not None]
+    if not numbers or len(numbers) < len(inputs) or len(equation.outvars) != 1 or equation.effects:
+        return None
+    name = equation.primitive.name
+    if name in _VIEWS:
+        return numbers[0]
+    dtypes = [var.aval.dtype for var in (*equation.invars, *equation.outvars)]
+    if not {dtype.name for dtype in dtypes} <= _INTEGERS | _FLOATS:
+        return None
+    *given, dtype = dtypes
+    operands = [np.asarray(number, dtype=each) for number, each in zip(numbers, given, strict=True)]
+    with np.errstate(all="ignore"):
+        if name == "convert_element_type":
+            if given[0].name in _FLOATS and dtype.name not in _FLOATS:
+                return None  # what does not fit has no one result
+            result = operands[0].astype(dtype)
+        elif name not in _EXACT or (name == "div" and dtype.name not in _FLOATS):
+            return None
+        else:
+            result = np.asarray(_EXACT[name](*operands)).astype(dtype)
+    return result.item() if dtype.name in _INTEGERS else _representable(result, dtype)
+
+
+def _representable(result: Any, dtype: Any) -> float | None:
+    """A result as a number; None for one that a device may have otherwise: no number, infinite, or flushed to zero."""
+    number = float(result)
+    return number if number == 0 or float(jnp.finfo(dtype).tiny) <= abs(number) < np.inf else None

@@ -1,0 +1,57 @@
+"""Statistics of a batch, summed over its rows and broadcast to them again: plans send the sums, and no activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+
+BY_HAND = [autopar.DataParallel(), autopar.Zero(3)]
+WIDTH = 64
+
+
+def divided(weight: jax.Array, x: jax.Array) -> jax.Array:
+    y = x @ weight
+    centred = y - y.mean(0, keepdims=True)
+    return jnp.sum(centred**2 / (centred**2 + 1).mean(0, keepdims=True))
+
+
+def normed(weight: jax.Array, x: jax.Array) -> jax.Array:
+    y = x @ weight
+    return jnp.sum(jnp.tanh(y - y.mean(0)) / jnp.sqrt(y.var(0) + 1e-5))
+
+
+def softened(weight: jax.Array, x: jax.Array) -> jax.Array:
+    y = x @ weight
+    shares = jax.nn.softmax(y, axis=0)  # over the batch, as in assignments that are balanced
+    return jnp.sum((shares - y) ** 2 / (1 + (shares * y).sum(0, keepdims=True) ** 2))
+
+
+def step_of(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
+    return lambda weight, x: weight - 0.1 * jax.grad(loss)(weight, x)
+
+
+@pytest.mark.parametrize("planner", BY_HAND, ids=lambda planner: type(planner).__name__)
+@pytest.mark.parametrize("loss", [divided, normed, softened])
+def test_sums_over_the_batch_are_all_that_is_sent(loss: Callable[..., jax.Array], planner: Any):
+    """The batch of a gradient that was summed and broadcast again was another class than that of what it met there."""
+    types = jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((65536, WIDTH), "float32")
+    plan = autopar.parallelize(step_of(loss), planner=planner, cluster="8:a100-80g").plan(*types)
+    assert max(collective.nbytes for collective in plan.collectives) <= types[0].size * 4
+
+
+@pytest.mark.parametrize("loss", [divided, normed, softened])
+def test_a_step_with_statistics_is_jits(loss: Callable[..., jax.Array]):
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        weight, x = draws.normal(size=(8, 8)), draws.normal(size=(16, 8))
+        wanted = jax.jit(step_of(loss))(weight, x)
+        for planner in (*BY_HAND, autopar.Auto()):
+            got = autopar.parallelize(step_of(loss), planner=planner)(weight, x)
+            np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,76 @@
+"""Rows that are drawn at random beside the batch, as a generator's noise: data parallelism cuts them too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+
+ROWS, NOISE, WIDTH = 4096, 24, 48
+State = tuple[Any, jax.Array]
+
+
+def adversarial(state: State, real: jax.Array) -> State:
+    (generator, critic), key = state
+    key, here = jax.random.split(key)
+    noise = jax.random.normal(here, (len(real), NOISE), real.dtype)
+
+    def judged(critic: jax.Array, generator: jax.Array) -> jax.Array:
+        return jax.nn.softplus(jnp.tanh(noise @ generator) @ critic).mean()
+
+    def loss(critic: jax.Array) -> jax.Array:
+        return jax.nn.softplus(-real @ critic).mean() + judged(critic, generator)
+
+    critic = critic - 0.1 * jax.grad(loss)(critic)
+    return (generator + 0.1 * jax.grad(judged, argnums=1)(critic, generator), critic), key
+
+
+def private(state: State, x: jax.Array) -> State:
+    """Noise of as many rows as the batch has, by chance, on the gradient of a weight."""
+    weight, key = state
+    key, here = jax.random.split(key)
+    grad = jax.grad(lambda weight: jnp.mean(jnp.tanh(x[:, :1] @ weight[:1]) ** 2))(weight)
+    return weight - 0.1 * (grad + jax.random.normal(here, weight.shape, weight.dtype)), key
+
+
+def state_of(rows: int, dtype: Any = "float32") -> dict[str, Any]:
+    draws = np.random.default_rng(0)
+    made = {
+        "adversarial": (draws.normal(size=(NOISE, WIDTH)), draws.normal(size=(WIDTH, 1))),
+        "private": draws.normal(size=(rows, WIDTH)),
+    }
+    return {
+        name: (jax.tree.map(lambda x: jnp.asarray(x, dtype), each), jax.random.key(0)) for name, each in made.items()
+    }
+
+
+STEPS = {"adversarial": adversarial, "private": private}
+
+
+def test_a_generator_is_trained_on_rows_of_its_own_on_each_device():
+    """All devices made all images, as nothing tied the noise to the batch."""
+    state, x = jax.eval_shape(lambda: state_of(ROWS))["adversarial"], jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    plan = autopar.parallelize(adversarial, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(state, x)
+    sent = {(collective.kind, collective.nbytes) for collective in plan.collectives}
+    assert sent == {("all_reduce", NOISE * WIDTH * 4), ("all_reduce", WIDTH * 4)}
+
+
+def test_noise_on_weights_is_no_batch():
+    state, x = jax.eval_shape(lambda: state_of(ROWS))["private"], jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    plan = autopar.parallelize(private, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(state, x)
+    assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
+
+
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(3)], ids=["data", "zero"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_that_draws_is_jits(name: str, planner: Any):
+    with jax.enable_x64(True):
+        state, x = state_of(16, "float64")[name], np.random.default_rng(1).normal(size=(16, WIDTH))
+        got, wanted = autopar.parallelize(STEPS[name], planner=planner)(state, x), jax.jit(STEPS[name])(state, x)
+        for mine, theirs in zip(*map(jax.tree.leaves, (got[0], wanted[0])), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
