@@ -13,11 +13,11 @@ import numpy as np
 
 from passes.cluster import Mesh
 from passes.intra_op.strategies import Table
-from passes.ir import Body, Control, Graph, Phase, PortUse, StatePairs, TensorType
+from passes.ir import Body, Control, Graph, Phase, PortUse, StatePairs, TensorType, phase
 from passes.placement import Grouping, Layout, Placement
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import Behind, Resharder, ShardingSpec, replicated
-from passes.solver import ShardingProblem
+from passes.solver import Floats, ShardingProblem
 
 Specs = tuple[ShardingSpec, ...]
 
@@ -34,11 +34,19 @@ class ValueSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlJoin:
-    """A loop or branch in the problem: a node for every port, a subproblem for every body."""
+    """A loop or branch in the problem: a node for every port, a subproblem for every body.
+
+    `copying` has the seconds, by placement, of the ports whose slices are copied.
+    """
 
     control: Control
     ports: tuple[ValueSite, ...]
     bodies: tuple[Subproblem, ...]
+    copying: Mapping[int, Floats]
+
+    def copy_seconds(self, choice: Sequence[int]) -> float:
+        """Seconds in which slices are copied out of stacks and into them."""
+        return sum(float(seconds[choice[self.ports[port].node]]) for port, seconds in self.copying.items())
 
     def spec_of_use(self, port_use: PortUse, choice: Sequence[int]) -> ShardingSpec:
         """The placement of an operand or result of a loop or branch, which is that of its port."""
@@ -86,6 +94,9 @@ class Subproblem:
                     "backward" if operator_group.phase == "apply" and subproblem.number else operator_group.phase
                 )
                 totals[when] = totals.get(when, 0.0) + spent
+            for index, control_join in subproblem.control_joins.items():
+                when = phase(subproblem.graph.nodes[index])
+                totals[when] = totals.get(when, 0.0) + control_join.copy_seconds(choice)
         return totals
 
     def assigned(self, choice: Sequence[int]) -> dict[int, Placement]:

@@ -26,6 +26,7 @@ from passes.intra_op.assembly import (
 )
 from passes.intra_op.matrices import Common, Matrix
 from passes.intra_op.reductions import Read, with_sums
+from passes.intra_op.stacks import copies, copy_seconds
 from passes.intra_op.strategies import Table, Tabulator, signature_of
 from passes.ir import Control, Graph, Port, StatePairs, TensorType
 from passes.placement import Background, Grouping, weights
@@ -131,7 +132,8 @@ class _Builder:
         A sum stays partial in a port, unless the program hands it on: another stage may read that in each iteration.
         """
         ports = {s: port_placements(port, self.resharder) for s, port in enumerate(control.ports)}
-        sites = {s: self._chosen(port.type, ports[s]) for s, port in enumerate(control.ports) if not port.stacked}
+        copied = {s: weight * number for s, number in copies(control, groupings).items()}
+        sites = {s: self._chosen(p.type, ports[s], copied.get(s)) for s, p in enumerate(control.ports) if not p.stacked}
         bodies: list[Subproblem] = []
         for body, inner in zip(control.bodies, groupings, strict=True):
             entering = dict(zip(body.graph.inputs, (sites[s] for s in body.inputs), strict=True))
@@ -142,12 +144,17 @@ class _Builder:
                     site = subproblem.sites.get(inner.roots.get(value, value))
                     sums = site is not None and any(spec.partial for spec in site.specs)
                     specs = [spec for spec in ports[s] if (sums and s not in handed_on) or not spec.partial]
-                    sites[s] = self._chosen(control.ports[s].type, specs)
-        return ControlJoin(control=control, ports=tuple(sites[s] for s in range(len(ports))), bodies=tuple(bodies))
+                    sites[s] = self._chosen(control.ports[s].type, specs, copied.get(s))
+        copying = {s: self.seconds[sites[s].node].copy() for s in copied}
+        at_ports = tuple(sites[s] for s in range(len(ports)))
+        return ControlJoin(control=control, ports=at_ports, bodies=tuple(bodies), copying=copying)
 
-    def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec]) -> ValueSite:
-        """A new node that decides the placement of one value."""
-        return ValueSite(node=self._node(np.zeros(len(specs)), str(type)), specs=self.common.interned(tuple(specs)))
+    def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec], copied: float | None = None) -> ValueSite:
+        """A new node that decides the placement of one value, which is `copied` so many times in a step."""
+        seconds = np.zeros(len(specs))
+        if copied is not None:
+            seconds += [copied * copy_seconds(spec.local_nbytes(type, self.mesh), self.mesh) for spec in specs]
+        return ValueSite(node=self._node(seconds, str(type)), specs=self.common.interned(tuple(specs)))
 
     def connect(self, subproblem: Subproblem, background: Background) -> None:
         """Adds the edges of a subproblem and of all subproblems inside it."""

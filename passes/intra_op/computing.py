@@ -12,7 +12,8 @@ from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
 from passes.intra_op.rearranging import rearranging_seconds
 from passes.intra_op.roofline import local_flops, times_made
-from passes.ir import PHASES, Body, Graph, Node, Phase
+from passes.intra_op.stacks import copies, copy_seconds
+from passes.ir import PHASES, Body, Control, Graph, Node, Phase, phase
 from passes.placement import Grouping, Layout, OperatorGroup, Placement
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import ShardingSpec
@@ -37,9 +38,23 @@ def operator_seconds(
         members = sorted(operator_group.members)
         heaviest = next((member for member in members if grouping.rules[member].is_product), members[0])
         yield when, graph.nodes[heaviest], weight * spent
+    for index, control in grouping.controls.items():
+        node, groupings = graph.nodes[index], grouping.bodies[index]
+        yield phase(node), node, weight * _copying(control, groupings, mesh, layout.placements[index])
     for body, within, placed in _bodies(grouping, layout):
         runs = weight * max(body.trips, 1) * body.share
         yield from operator_seconds(body.graph, within, mesh, placed, weight=runs, inside=True)
+
+
+def _copying(control: Control, groupings: Sequence[Grouping], mesh: Mesh, placement: Placement) -> float:
+    """Seconds in which a loop copies slices out of stacks and into them."""
+    specs = dict[int, ShardingSpec]()
+    for body, inside in zip(control.bodies, placement.bodies, strict=True):
+        specs |= zip((*body.inputs, *body.outputs), (*inside.inputs, *inside.outputs), strict=True)
+    return sum(
+        number * copy_seconds(specs[port].local_nbytes(control.ports[port].type, mesh), mesh)
+        for port, number in copies(control, groupings).items()
+    )
 
 
 def weight_gradient_share(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: Collection[int]) -> float:

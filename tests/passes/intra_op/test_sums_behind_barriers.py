@@ -1,4 +1,4 @@
-"""A plan of a step with recomputation takes the seconds that the search was told of its answer, whichever that is."""
+"""A plan of a step with recomputation takes the seconds that the search was told of its answer, of any answer."""
 
 import random
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_a_sum_that_is_read_on_both_sides_of_a_barrier_is_reduced_once(kept: str
     step, mesh = residual(kept), Mesh(axes=("x", "y"), sizes=(2, 2), cluster=parse_cluster(CLUSTER))
     resharder = Resharder(mesh)
     assembly = assemble(step.graph, mesh, group(step.graph), resharder, step.state_pairs, regather=regather)
-    problem, dice = assembly.problem, random.Random(1)
+    problem, dice = assembly.problem, random.Random(2)
     best = solve(problem, SolverOptions(gap=0.05), close=False)
     for number in range(ANSWERS):
         choice = list(best.choice)
