@@ -50,6 +50,33 @@ def beside_chip(
     return moment
 
 
+def tables(program: DeviceProgram, kernels: Sequence[Kernel], lifetimes: Lifetimes) -> int:
+    """The number of tables of a program, one for each copy and for each kernel that writes several arrays.
+
+    Every argument is copied to the chip, every result of a loop from it, and what lies beside it to it for its second
+    reader. A kernel writes a new value and the one that follows from it, and a sum and what it adds up.
+    """
+    operations, returned = program.operations, set(program.outputs)
+    loops = {kernel.operation for kernel in kernels if is_loop(operations, kernel)}
+    arguments = [o for o in program.inputs if lifetimes.readers.get(o)]
+    results = [o for o in returned & loops if operations[o].kind != "input"]
+    cut = {kernel.operation for kernel in kernels} - loops
+    cut |= {k.operation for k in kernels if operations[k.operation].kind == "reduce" and not cut.isdisjoint(k.reads)}
+    at = {o: position for position, o in enumerate(lifetimes.order)}
+    copied = [o for o in cut - returned if any(at[r] > at[o] + 1 for r in lifetimes.readers.get(o, ()))]
+    updates = [kernel for kernel in kernels if kernel.operation in returned and not returned.isdisjoint(kernel.reads)]
+    added = {
+        max(kernel.reads, key=lambda o: operations[o].size)
+        for kernel in kernels
+        if operations[kernel.operation].kind == "reduce" and kernel.reads
+    }
+    if DEBUG: print("TABLES", len(arguments), len(results), len(copied), len(updates), len(added))
+    return len(arguments) + len(results) + len(copied) + len(updates) + len(added)
+
+
+DEBUG = False
+
+
 def is_loop(operations: Sequence[Operation], kernel: Kernel) -> bool:
     """Whether a kernel has several operations, each a loop over elements, or is an argument, which may be copied."""
     if operations[kernel.operation].kind == "input":

@@ -18,9 +18,10 @@ from passes.memory.holders import Temporaries
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from passes.memory.packing import gaps_as_they_come
+from passes.memory.tpu_collectives import is_summed
 from passes.memory.tpu_copies import copied
 from passes.memory.tpu_fusion import fuse
-from passes.memory.two_cores import beside_chip
+from passes.memory.two_cores import beside_chip, tables
 
 ON_CHIP_NBYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -82,6 +83,8 @@ def model(device: str) -> Callable[..., Temporaries]:
         gaps=gaps_as_they_come,
         alignment=SPLIT_ALIGNMENT if split else tpu_layouts.ALIGNMENT,
         beside=beside_chip if split else None,
+        tables=tables if split else None,
         table_nbytes=SPLIT_ALIGNMENT if split else 0,
+        summed=is_summed,
     )
     return partial(xla.temporaries, compiler)
