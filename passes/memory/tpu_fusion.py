@@ -10,7 +10,9 @@ Reference: convolution fusions in the HLO that libtpu 0.0.42 makes of transforme
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from passes.memory import windows
 from passes.memory.conversions import narrows, sliced_first, widens
@@ -35,7 +37,22 @@ def fuse(operations: Sequence[Operation], outputs: Iterable[int], *, narrowed: b
     """
     returned = frozenset(outputs)
     changed = _rewritten(sliced_first(operations, returned))
-    return kernels_of(changed, _Fusion(changed, returned, narrowed=narrowed).written)
+    return tuple(_in_place(changed, kernels_of(changed, _Fusion(changed, returned, narrowed=narrowed).written)))
+
+
+def _in_place(operations: Sequence[Operation], kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+    """The kernels, of which all-reduces write their sums over what they read."""
+    results: Counter[int] = Counter()
+    for kernel in kernels:
+        operation = operations[kernel.operation]
+        if operation.name != "all_reduce":
+            yield kernel
+        elif operation.kind == "result":
+            (joint,) = operation.operands
+            yield replace(kernel, over=operations[joint].operands[results[joint] :][:1])
+            results[joint] += 1
+        else:
+            yield replace(kernel, over=operation.operands)
 
 
 def _rewritten(operations: Sequence[Operation]) -> list[Operation]:
