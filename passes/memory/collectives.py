@@ -11,7 +11,9 @@ PIECES = 8
 make slow to follow, and beyond eight the peak hardly changes."""
 
 
-def stepped(operations: Operations, made: int, step: Step, shape: Shape, reduction: str, *, summed: bool = False) -> int:
+def stepped(
+    operations: Operations, made: int, step: Step, shape: Shape, reduction: str, *, summed: bool = False
+) -> int:
     """The operation that holds the result of a step of a resharding of `made`, of this local shape.
 
     The dimension that a collective joins or cuts comes first in memory. A reduce-scatter that is `summed` is an

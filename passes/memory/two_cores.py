@@ -70,11 +70,7 @@ def tables(program: DeviceProgram, kernels: Sequence[Kernel], lifetimes: Lifetim
         for kernel in kernels
         if operations[kernel.operation].kind == "reduce" and kernel.reads
     }
-    if DEBUG: print("TABLES", len(arguments), len(results), len(copied), len(updates), len(added))
     return len(arguments) + len(results) + len(copied) + len(updates) + len(added)
-
-
-DEBUG = False
 
 
 def is_loop(operations: Sequence[Operation], kernel: Kernel) -> bool:
