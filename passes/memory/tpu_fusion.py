@@ -68,6 +68,8 @@ def _rewritten(operations: Sequence[Operation]) -> list[Operation]:
             image, source = operations[choices[operands[-1]]].operands[0], operations[operands[-1]].operands[0]
             read = (_before(operations, image, "pad"), _before(operations, source, "bitcast"))
             changed[index] = operation._replace(kind="opaque", operands=read)
+        elif operation.kind == "opaque" and operation.name == "concatenate":
+            changed[index] = operation._replace(kind="rearrange")
         elif operation.kind == "update" and _scatters_numbers(operations, operation):
             changed[index] = operation._replace(kind="elementwise")
         elif operation.kind in ELEMENTWISE and not gathered.isdisjoint(operands):
@@ -147,7 +149,7 @@ class _Fusion:
         if not narrows(self.operations, index) or len(self.readers[index]) < 2:
             return False
         wide = self.operations[operation.operands[0]].dtype
-        above, seen = [operation.operands[0]], set[int]()
+        above, seen, products = [operation.operands[0]], set[int](), 0
         while above:
             source = above.pop()
             made = self.operations[source]
@@ -158,7 +160,9 @@ class _Fusion:
                 above.extend(made.operands if made.kind in FUSIBLE else ())
             elif made.kind != "input" and made.dtype == wide:
                 return True
-        return False
+            else:
+                products += self.products[source] >= 0
+        return products > 1
 
     def _takes_in(self, reader: int, index: int) -> bool:
         operation = self.operations[reader]
