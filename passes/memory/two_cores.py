@@ -6,7 +6,8 @@ that reads it does so there. Meanwhile it is copied to both cores, where the sec
 room: from then on it has no place beside the chip. So it is with arguments, whose places are free once they are copied.
 
 Reference: memory spaces and live ranges that libtpu 0.0.42 writes with `xla_dump_to` for TPU v5p, of which every result
-of a loop was on the chip (260 of 265) and none of another kernel.
+of a loop was on the chip (260 of 265) and none of another kernel; its tables, of which 40 small steps have 87 to 718:
+every argument is copied once.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def beside_chip(
 def tables(program: DeviceProgram, kernels: Sequence[Kernel], lifetimes: Lifetimes) -> int:
     """The number of tables of a program, one for each copy and for each kernel that writes several arrays.
 
-    Every argument is copied to the chip, every result of a loop from it, and what lies beside it to it for its second
-    reader. A kernel writes a new value and the one that follows from it, and a sum and what it adds up.
+    Every argument is copied to the chip, every result of a loop from it, and to it what lies beside it, sums that
+    products take included, unless the next kernel alone reads that. One kernel writes a new value and the one that
+    follows from it, and one the sums of an array and what else it makes of it.
     """
     operations, returned = program.operations, set(program.outputs)
     loops = {kernel.operation for kernel in kernels if is_loop(operations, kernel)}
