@@ -6,8 +6,7 @@ that reads it does so there. Meanwhile it is copied to both cores, where the sec
 room: from then on it has no place beside the chip. So it is with arguments, whose places are free once they are copied.
 
 Reference: memory spaces and live ranges that libtpu 0.0.42 writes with `xla_dump_to` for TPU v5p, of which every result
-of a loop was on the chip (260 of 265) and none of another kernel; its tables, of which 40 small steps have 87 to 718:
-every argument is copied once.
+of a loop was on the chip (260 of 265) and none of another kernel.
 """
 
 from __future__ import annotations
@@ -49,30 +48,6 @@ def beside_chip(
         return min([last, *read[1:2]])
 
     return moment
-
-
-def tables(program: DeviceProgram, kernels: Sequence[Kernel], lifetimes: Lifetimes) -> int:
-    """The number of tables of a program, one for each copy and for each kernel that writes several arrays.
-
-    Every argument is copied to the chip, every result of a loop from it, and to it what lies beside it, sums that
-    products take included, unless the next kernel alone reads that. One kernel writes a new value and the one that
-    follows from it, and one the sums of an array and what else it makes of it.
-    """
-    operations, returned = program.operations, set(program.outputs)
-    loops = {kernel.operation for kernel in kernels if is_loop(operations, kernel)}
-    arguments = [o for o in program.inputs if lifetimes.readers.get(o)]
-    results = [o for o in returned & loops if operations[o].kind != "input"]
-    cut = {kernel.operation for kernel in kernels} - loops
-    cut |= {k.operation for k in kernels if operations[k.operation].kind == "reduce" and not cut.isdisjoint(k.reads)}
-    at = {o: position for position, o in enumerate(lifetimes.order)}
-    copied = [o for o in cut - returned if any(at[r] > at[o] + 1 for r in lifetimes.readers.get(o, ()))]
-    updates = [kernel for kernel in kernels if kernel.operation in returned and not returned.isdisjoint(kernel.reads)]
-    added = {
-        max(kernel.reads, key=lambda o: operations[o].size)
-        for kernel in kernels
-        if operations[kernel.operation].kind == "reduce" and kernel.reads
-    }
-    return len(arguments) + len(results) + len(copied) + len(updates) + len(added)
 
 
 def is_loop(operations: Sequence[Operation], kernel: Kernel) -> bool:

@@ -50,7 +50,8 @@ class Compiler:
     """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
     bytes of an array as it is `stored`, those that fit on the chip itself, the `gaps` between those beside it and the
     `alignment` of each. Where arrays have to lie `beside` the chip up to some moment, what is on the chip is chosen
-    before places are; each array, argument and result has a table of `table_nbytes` for its copies.
+    before places are. The `tables` of a program take `table_nbytes` each where anything lies beside the chip. A
+    reduce-scatter that is `summed` is an all-reduce of which a part is cut out.
     """
 
     combine: Combine
@@ -92,7 +93,7 @@ def temporaries(
         spans = off_chip(spans, len(run.sources), room)
     tables_nbytes = compiler.table_nbytes * run.tables
     if not spans:
-        return Temporaries(where="", holders=(), gaps_nbytes=tables_nbytes, over_time=(0,) * len(run.begins[:-1]))
+        return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.begins[:-1]))
     live = _live(spans, len(run.sources))
     busiest = int(live.argmax())
     return Temporaries(
