@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from rich.table import Table
 import autopar
 from autopar.runtime import needed_nbytes
 from autopar.tools.estimates import CLOCK_HZ, cycles
-from benchmarks import gpt
+from benchmarks import gpt, heaps
 from benchmarks.console import stdout
 from benchmarks.large import LARGE
 from benchmarks.trainings import MODELS, make_state, make_step
@@ -78,7 +79,8 @@ ANY_NBYTES = 10**15
 class Compiled:
     """A step as an accelerator's compiler made it: bytes of one device, tensors sent, flops and seconds.
 
-    `temporaries_nbytes` are as the compiler reports them, and `peak_nbytes` what a device needs (`needed_nbytes`).
+    `temporaries_nbytes` are as the compiler reports them, and `peak_nbytes` what a device needs: `needed_nbytes`, on
+    TPUs with the temporaries of the compiler's account of buffers (benchmarks/heaps.py).
     `unplanned` are tensors beyond the plan; `cycle_seconds` follow from the compiler's own cycles, 0 where it has none.
     """
 
@@ -251,9 +253,14 @@ def compile_(made: Any, given: tuple[Any, ...], key: tuple[str, str, str]) -> Co
     target, model, planner = key
     devices = autopar.topology(parse_cluster(TARGETS[target]))
     began = time.perf_counter()
-    compiled = made.replan(devices=devices).lower(*given).unlimited().compile()
-    seconds = time.perf_counter() - began
-    analysis, verification = compiled.memory_analysis(), compiled.verify()
+    lowered = made.replan(devices=devices).lower(*given).unlimited()
+    with TemporaryDirectory() as folder:
+        compiled = lowered.compile(heaps.options(folder) if clock_of(target) else None)
+        seconds = time.perf_counter() - began
+        analysis, verification = compiled.memory_analysis(), compiled.verify()
+        needed = needed_nbytes(compiled.plan, analysis)
+        if clock_of(target):
+            needed = heaps.needed_nbytes(Path(folder), analysis)
     return Compiled(
         target=target,
         model=model,
@@ -262,7 +269,7 @@ def compile_(made: Any, given: tuple[Any, ...], key: tuple[str, str, str]) -> Co
         versions=versions(),
         arguments_nbytes=analysis.argument_size_in_bytes,
         temporaries_nbytes=analysis.temp_size_in_bytes,
-        peak_nbytes=needed_nbytes(compiled.plan, analysis),
+        peak_nbytes=needed,
         moved=[moved.to_json() for moved in verification.moved],
         unplanned=sum(c.count for c in verification.unplanned),
         missing=len(verification.missing),

@@ -27,7 +27,10 @@ def temporaries_nbytes(plan: Plan, analysis: Any) -> int:
     """The bytes of a device that temporaries take by XLA's `memory_analysis()`.
 
     Its TPU compiler counts the gaps between them twice, as its own account of buffers shows (libtpu 0.0.42, option
-    `xla_dump_to`): they take the mean of that and of what lives at once. Where more lives at once, that is on the chip.
+    `xla_dump_to`): they take the mean of that and of what lives at once outside of loops. Of the latter the analysis
+    has a bound, the most that lives at once in any memory and in loops: so they take as much at most, exactly that
+    where nothing loops and less lives on the chip, 6 % less in four layers that are scanned, and up to a third less in
+    steps of a few megabytes.
     """
     nbytes: int = analysis.temp_size_in_bytes
     if not is_tpu(plan.mesh.cluster.group().device) or not analysis.peak_memory_in_bytes:

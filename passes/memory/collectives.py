@@ -11,13 +11,19 @@ PIECES = 8
 make slow to follow, and beyond eight the peak hardly changes."""
 
 
-def stepped(operations: Operations, made: int, step: Step, shape: Shape, reduction: str) -> int:
+def stepped(
+    operations: Operations, made: int, step: Step, shape: Shape, reduction: str, *, summed: bool = False
+) -> int:
     """The operation that holds the result of a step of a resharding of `made`, of this local shape.
 
-    The dimension that a collective joins or cuts comes first in memory.
+    The dimension that a collective joins or cuts comes first in memory. A reduce-scatter that is `summed` is an
+    all-reduce, of which the device's part is cut out.
     """
     dtype = operations[made].dtype
-    if step.kind == "slice":
+    if summed:
+        tag = ("all_reduce", step.axes, reduction, -1, -1)
+        made = operations.add("collective", (made,), operations[made].shape, dtype, tag)
+    if step.kind == "slice" or summed:
         return operations.add("rearrange", (made,), shape, dtype, ("dynamic-slice", str(step)))
     if step.kind == "keep":
         return operations.add("elementwise", (made,), shape, dtype, str(step))

@@ -13,10 +13,10 @@ from passes.memory.all_reduces import combined
 from passes.memory.collectives import stepped
 from passes.memory.dtype_widening import round_to, to_xla_widened
 from passes.memory.lowering_rules import BARRIER, to_xla
-from passes.memory.operations import Operation, Operations, widen
+from passes.memory.operations import Operation, Operations, Shape, widen
 from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
-from passes.sharding import ShardingSpec, replicated
+from passes.sharding import ShardingSpec, Step, replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,19 @@ Combine = Callable[[Sequence[Operation], Sequence[int]], tuple[tuple[Operation, 
 each old one."""
 
 
+Summed = Callable[[Mesh, Step, Shape, str], bool]
+"""Whether a compiler makes an all-reduce of a reduce-scatter that leaves each device a part of this shape and dtype."""
+
+
+def never_summed(_mesh: Mesh, _step: Step, _part: Shape, _dtype: str) -> bool:
+    """That of a compiler that keeps every reduce-scatter."""
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, and what
-    combines its collectives.
+    """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, what combines
+    its collectives, and the reduce-scatters that are `summed`.
     """
 
     rules: Sequence[ShardingRule]
@@ -61,6 +70,7 @@ class Context:
     mesh: Mesh
     inside: Inside
     combine: Combine = combined
+    summed: Summed = never_summed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +229,7 @@ class _Lowering:
             self.moved[move.value, move.after, move.phase] = self._moved(operation, move)
 
     def _moved(self, operation: int, move: Resharding) -> int:
-        spec = move.before
+        spec, mesh = move.before, self.context.mesh
         for step in move.steps:
             spec = step.apply(spec)
             type = self._type(move.value, spec)
@@ -228,7 +238,9 @@ class _Lowering:
                 operation = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
             else:
                 wide = widen(self.operations, operation)
-                result = stepped(self.operations, wide, step, type.shape, move.before.reduction)
+                dtype = self.operations[wide].dtype
+                summed = step.kind == "reduce_scatter" and self.context.summed(mesh, step, type.shape, dtype)
+                result = stepped(self.operations, wide, step, type.shape, move.before.reduction, summed=summed)
                 operation = round_to(self.operations, result, type.dtype)
         return operation
 

@@ -231,7 +231,7 @@ class _Allocation:
         """The operation in whose buffer a result is written: that of an operand, or its own."""
         for read in self._over(operation):
             holder = holders.get(self.names.get(read, -1))
-            if holder is not None and self.last[holder] == self.at[operation]:
+            if holder is not None and self.last[holder] == self._first(operation):
                 return holder
         return operation
 

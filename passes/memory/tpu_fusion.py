@@ -3,14 +3,17 @@
 A product or a convolution takes in whatever lies before it elementwise, and so does every sum: normalisation, softmax
 and activations are computed again wherever they are read, forward and backward. It also goes on with what alone reads
 its result, up to the first array that has several readers: that one is written, in place of the product, but what only
-widens it is computed by each of them. Where two cores share kernels, what narrows it for several of them is written.
+widens it is computed by each of them. Where two cores share kernels, what narrows it for several of them is written,
+and so is what narrows what is computed of two products, as in a gated unit. All-reduces add up in place.
 
 Reference: convolution fusions in the HLO that libtpu 0.0.42 makes of transformers; TPU fusion is not published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from passes.memory import windows
 from passes.memory.conversions import narrows, sliced_first, widens
@@ -35,12 +38,28 @@ def fuse(operations: Sequence[Operation], outputs: Iterable[int], *, narrowed: b
     """
     returned = frozenset(outputs)
     changed = _rewritten(sliced_first(operations, returned))
-    return kernels_of(changed, _Fusion(changed, returned, narrowed=narrowed).written)
+    return tuple(_in_place(changed, kernels_of(changed, _Fusion(changed, returned, narrowed=narrowed).written)))
+
+
+def _in_place(operations: Sequence[Operation], kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+    """The kernels, of which all-reduces write their sums over what they read."""
+    results: Counter[int] = Counter()
+    for kernel in kernels:
+        operation = operations[kernel.operation]
+        if operation.name != "all_reduce":
+            yield kernel
+        elif operation.kind == "result":
+            (joint,) = operation.operands
+            yield replace(kernel, over=operations[joint].operands[results[joint] :][:1])
+            results[joint] += 1
+        else:
+            yield replace(kernel, over=operation.operands)
 
 
 def _rewritten(operations: Sequence[Operation]) -> list[Operation]:
     """The operations as TPUs have them: the scatter to the choice of each window is one, one that scatters a single
-    number into every row compares and selects, and what is widened for a gather is so for nothing else.
+    number into every row compares and selects, what is widened for a gather is so for nothing else, and what is joined
+    is read where it was.
     """
     changed = list(operations)
     choices = {rows: choice for choice, rows in windows.sources(operations).items()}
@@ -51,6 +70,8 @@ def _rewritten(operations: Sequence[Operation]) -> list[Operation]:
             image, source = operations[choices[operands[-1]]].operands[0], operations[operands[-1]].operands[0]
             read = (_before(operations, image, "pad"), _before(operations, source, "bitcast"))
             changed[index] = operation._replace(kind="opaque", operands=read)
+        elif operation.kind == "opaque" and operation.name == "concatenate":
+            changed[index] = operation._replace(kind="rearrange")
         elif operation.kind == "update" and _scatters_numbers(operations, operation):
             changed[index] = operation._replace(kind="elementwise")
         elif operation.kind in ELEMENTWISE and not gathered.isdisjoint(operands):
@@ -125,12 +146,14 @@ class _Fusion:
         return operation.kind in FUSIBLE - {"gather"} and all(self._takes_in(r, index) for r in self.readers[index])
 
     def _is_narrowed(self, index: int) -> bool:
-        """Whether several kernels read an operation that alone narrows what another wrote."""
+        """Whether several kernels read an operation that alone narrows what another wrote, or what follows from two
+        products.
+        """
         operation = self.operations[index]
         if not narrows(self.operations, index) or len(self.readers[index]) < 2:
             return False
         wide = self.operations[operation.operands[0]].dtype
-        above, seen = [operation.operands[0]], set[int]()
+        above, seen, products = [operation.operands[0]], set[int](), 0
         while above:
             source = above.pop()
             made = self.operations[source]
@@ -141,7 +164,9 @@ class _Fusion:
                 above.extend(made.operands if made.kind in FUSIBLE else ())
             elif made.kind != "input" and made.dtype == wide:
                 return True
-        return False
+            else:
+                products += self.products[source] >= 0
+        return products > 1
 
     def _takes_in(self, reader: int, index: int) -> bool:
         operation = self.operations[reader]

@@ -40,8 +40,8 @@ def beside_chip(
         if cut.isdisjoint(buffer.operations):
             return -1
         last = begins[buffer.last + 1] - 1
-        made, *others = buffer.operations
-        if others:
+        made = buffer.operations[-1]
+        if made not in cut:
             return last
         readers = lifetimes.readers.get(made, ())
         read = sorted(at[reader] for reader in readers if program.operations[reader].kind != "reduce")

@@ -24,7 +24,17 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh
 from passes.ir import Graph, Phase
 from passes.layers import layer_names
-from passes.memory.device_program import WHOLE, Combine, Context, DeviceProgram, Interface, interface_of, lower
+from passes.memory.device_program import (
+    WHOLE,
+    Combine,
+    Context,
+    DeviceProgram,
+    Interface,
+    Summed,
+    interface_of,
+    lower,
+    never_summed,
+)
 from passes.memory.fusion import Kernel, post_order
 from passes.memory.holders import Holder, Temporaries, phase_of
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
@@ -40,7 +50,8 @@ class Compiler:
     """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
     bytes of an array as it is `stored`, those that fit on the chip itself, the `gaps` between those beside it and the
     `alignment` of each. Where arrays have to lie `beside` the chip up to some moment, what is on the chip is chosen
-    before places are; each array, argument and result has a table of `table_nbytes` for its copies.
+    before places are. The `tables` of a program take `table_nbytes` each where anything lies beside the chip. A
+    reduce-scatter that is `summed` is an all-reduce of which a part is cut out.
     """
 
     combine: Combine
@@ -51,7 +62,9 @@ class Compiler:
     gaps: Callable[[Sequence[Span]], int] = gaps_nbytes
     alignment: int = ALIGNMENT
     beside: Callable[[DeviceProgram, Sequence[Kernel], Lifetimes, Sequence[int]], Callable[[Buffer], int]] | None = None
+    tables: Callable[[DeviceProgram, Sequence[Kernel], Lifetimes], int] | None = None
     table_nbytes: int = 0
+    summed: Summed = never_summed
 
 
 def temporaries(
@@ -78,9 +91,9 @@ def temporaries(
     spans = [_aligned(span, compiler.alignment) for span in unplaced(spans, list(places.values()))]
     if not compiler.beside:
         spans = off_chip(spans, len(run.sources), room)
-    tables_nbytes = compiler.table_nbytes * (run.borders + len(run.spans))
+    tables_nbytes = compiler.table_nbytes * run.tables
     if not spans:
-        return Temporaries(where="", holders=(), gaps_nbytes=tables_nbytes, over_time=(0,) * len(run.begins[:-1]))
+        return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.begins[:-1]))
     live = _live(spans, len(run.sources))
     busiest = int(live.argmax())
     return Temporaries(
@@ -111,6 +124,11 @@ def _nowhere(_: Buffer) -> int:
     return -1
 
 
+def _none(_program: DeviceProgram, _kernels: Sequence[Kernel], _lifetimes: Lifetimes) -> int:
+    """The number of tables where there are none."""
+    return 0
+
+
 def _aligned(span: Span, alignment: int) -> Span:
     return span._replace(nbytes=-(-span.nbytes // alignment) * alignment)
 
@@ -132,7 +150,7 @@ class _Run:
     """The spans of a region, those of the busiest bodies of its loops included.
 
     `sources` are the lines that run, [moments]; kernel k `begins` in moment `begins[k]`, and all end in the last one.
-    `borders` are the arguments and results, those of its loops' bodies included.
+    `tables` are those of copies and of kernels that write several arrays, in its loops' bodies too.
     """
 
     spans: tuple[Span, ...]
@@ -140,7 +158,7 @@ class _Run:
     begins: tuple[int, ...]
     lifetimes: Lifetimes
     program: DeviceProgram
-    borders: int
+    tables: int
 
     @property
     def nbytes(self) -> int:
@@ -174,6 +192,7 @@ class _Region:
             mesh=self.mesh,
             inside=self._inside,
             combine=self.compiler.combine,
+            summed=self.compiler.summed,
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         kernels = self.compiler.fuse(program.operations, program.outputs)
@@ -194,7 +213,7 @@ class _Region:
             sources.extend(inside or source for inside in within.sources)
         begins.append(len(sources))
         place = post_order(program.operations, program.outputs)
-        find = self.compiler.beside
+        find, count = self.compiler.beside, self.compiler.tables or _none
         beside = find(program, kernels, allocation, begins) if find else _nowhere
         spans = [
             Span(
@@ -215,7 +234,7 @@ class _Region:
             begins=tuple(begins),
             lifetimes=allocation,
             program=program,
-            borders=len(self.graph.inputs) + len(self.graph.outputs) + sum(run.borders for run in self.inside.values()),
+            tables=count(program, kernels, allocation) + sum(inner.tables for inner in self.inside.values()),
         )
 
     def _once(self, program: DeviceProgram, moments: int) -> Iterator[Span]:

@@ -18,8 +18,10 @@ from passes.memory.holders import Temporaries
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from passes.memory.packing import gaps_as_they_come
+from passes.memory.tpu_collectives import is_summed
 from passes.memory.tpu_copies import copied
 from passes.memory.tpu_fusion import fuse
+from passes.memory.tpu_tables import TABLE_NBYTES, tables
 from passes.memory.two_cores import beside_chip
 
 ON_CHIP_NBYTES: Mapping[str, int] = MappingProxyType(
@@ -39,17 +41,15 @@ SPLIT = frozenset({"tpu-v5p"})
 than once is then written in it. (Of TPU v4 libtpu's topologies name each core apart, so nothing is known of both.)"""
 
 SPLIT_ALIGNMENT = 16 * 2**10
-"""Bytes of which every place in the memory of such a TPU is a multiple, those of tables included: each copy to the chip
-or from it has a table to the end, and so has each kernel that writes several arrays. What libtpu 0.0.42 made of 38
-small steps has 87 to 718; one for each argument, result and array between them is 20 % off in the mean, as some are
-copied several times and others share a kernel. (Offsets that it writes with `xla_dump_to`.)"""
+"""Bytes of which every place in the memory of such a TPU is a multiple, by offsets that libtpu 0.0.42 writes with
+`xla_dump_to`."""
 
 TEMPORARIES: Mapping[str, float] = MappingProxyType({"tpu-v6e": 0.1, "tpu-v5p": 0.2})
 """The share of that memory which temporaries fill in the model, `MOST_TEMPORARIES` of TPUs that are not here. The rest
-has kernels' own blocks and operands that are fetched ahead of them. Chosen among 0.1, 0.2, 0.3 and 0.4 on 27 steps of
-0.2 to 5 GB each: on v6e, 0.4 has 8 peaks out of bounds and errs by 7.5 % in the mean, 0.1 has 4 and errs by 6.4 %; on
-v5e, 0.1 has 10 and 10.5 %, 0.4 has 7 and 7.1 %; of 63 steps on v5p, 0.1 has 25 and 7.8 %, 0.2 has 23 and 6.9 %, 0.4 has
-25 and 7.3 % (benchmarks.compilers)."""
+has kernels' own blocks and operands that are fetched ahead of them. Chosen among 0.1, 0.2, 0.3 and 0.4 (0.3 to 0.6 on
+v5e) by the fewest peaks out of bounds: of 26 large steps on v6e, 0.4 has 10 and errs by 7.7 % in the mean, 0.1 has 4
+and errs by as much; of 25 on v5e, 0.3 has 4 and 7.4 %, 0.4 has 4 and 6.4 %, 0.5 has 5 and 6.0 %; of 63 steps on v5p,
+0.1 has 17 and 7.5 %, 0.2 has 16 and 6.4 %, 0.4 has 17 and 6.2 % (benchmarks.compilers)."""
 
 MOST_TEMPORARIES = 0.4
 """The share on other TPUs, of which v5e alone was measured, as above."""
@@ -82,6 +82,8 @@ def model(device: str) -> Callable[..., Temporaries]:
         gaps=gaps_as_they_come,
         alignment=SPLIT_ALIGNMENT if split else tpu_layouts.ALIGNMENT,
         beside=beside_chip if split else None,
-        table_nbytes=SPLIT_ALIGNMENT if split else 0,
+        tables=tables,
+        table_nbytes=TABLE_NBYTES,
+        summed=is_summed,
     )
     return partial(xla.temporaries, compiler)

@@ -32,6 +32,9 @@ def test_every_kept_program_sends_what_was_planned() -> None:
         ("h100", "llama-large", "zero3"),
         ("h100", "gpt-350m", "auto"),
         ("v5e:2x4", "dlrm", "dp"),
+        ("v5p:2x2x2", "gpt", "zero3"),
+        ("v5p:2x2x2", "moe", "dp"),
+        ("v5p:2x2x2", "wide-resnet-large", "megatron"),
     ],
 )
 def test_a_peak_is_predicted_within_bounds(target: str, model: str, planner: str) -> None:

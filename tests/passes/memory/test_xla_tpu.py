@@ -9,6 +9,8 @@ import pytest
 from passes.cluster import parse_cluster
 from passes.ir import Node, TensorType
 from passes.memory.accounting import model_of, nbytes_in
+from passes.memory.all_reduces import combined
+from passes.memory.liveness import lifetimes
 from passes.memory.on_chip import off_chip
 from passes.memory.operations import Kind, Operation, Operations
 from passes.memory.overlap import schedule
@@ -19,7 +21,7 @@ from passes.memory.windows import selected
 from passes.memory.xla_tpu import ON_CHIP_NBYTES, SPLIT_ALIGNMENT
 from passes.placement import resharding_plan
 from tests.passes.intra_op.test_assemblies import GRAPH, GROUPING, MESH, RESHARDER, whole
-from tests.passes.memory.device_programs import TABLE, drawn, operation
+from tests.passes.memory.device_programs import TABLE, drawn, operation, program
 
 SEEDS = range(50)
 V5E = parse_cluster("8:tpu-v5e").group().device
@@ -208,13 +210,69 @@ def test_two_cores_read_what_one_wrote_in_the_narrower_dtype() -> None:
     assert [kernel.operation for kernel in fuse((*an_input, *products), (2, 3), narrowed=True)] == [0, 2, 3]
 
 
+def test_what_a_gated_unit_makes_is_written_for_both_passes_by_two_cores() -> None:
+    """As of LLaMA on v5p: `up` and its product with `gate` are results of one kernel."""
+    every = (
+        narrow("input"),
+        narrow("dot", 0, 0, name="gate"),
+        narrow("dot", 0, 0, name="up"),
+        operation("elementwise", 1, shape=TABLE, name="convert bfloat16"),
+        operation("elementwise", 2, shape=TABLE, name="convert bfloat16"),
+        operation("elementwise", 3, 4, shape=TABLE, name="multiply"),
+        narrow("elementwise", 5, name="convert float32"),
+        narrow("dot", 6, 0, name="down"),
+        narrow("dot", 0, 6, name="backward"),
+        narrow("dot", 1, 2, name="others"),
+    )
+    written = [kernel.operation for kernel in fuse(every, (7, 8, 9), narrowed=True)]
+    assert written == [0, 1, 2, 6, 7, 8, 9]
+    assert [kernel.operation for kernel in fuse(every, (7, 8, 9))] == [0, 1, 2, 7, 8, 9]
+    residual = (*every[:2], narrow("input", name="other"), *every[3:])
+    assert 6 not in {kernel.operation for kernel in fuse(residual, (7, 8, 9), narrowed=True)}
+
+
+def test_what_is_joined_is_computed_by_its_readers() -> None:
+    """As the halves of a rotary embedding, of which XLA:CPU copies long rows."""
+    half = (64, 48)
+    every = (
+        operation("input", shape=half),
+        operation("opaque", 0, 0, shape=TABLE, tag=("concatenate", 1)),
+        narrow("elementwise", 1, name="convert float32"),
+        narrow("dot", 2, 2),
+    )
+    assert {kernel.operation: kernel.reads for kernel in fuse(every, (3,))} == {0: (), 3: (0,)}
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_all_reduces_write_their_sums_over_what_they_add_up(is_joined: bool) -> None:
+    """As libtpu 0.0.42 places them: `aliasing_operands` of each has its operands and results."""
+    sent = ("all_reduce", ("x",), "add", -1, -1)
+    every: tuple[Operation, ...] = (
+        operation("input", shape=TABLE, tag=0),
+        operation("dot", 0, 0, shape=TABLE),
+        operation("dot", 0, 0, shape=TABLE[::-1], name="other"),
+        operation("collective", 1, shape=TABLE, tag=sent),
+        operation("collective", 2, shape=TABLE[::-1], tag=sent),
+        operation("dot", 3, 4, shape=TABLE, name="last"),
+    )
+    place = tuple(range(len(every)))
+    if is_joined:
+        every, place = combined(every)
+        assert any(made.name == "combined" for made in every)
+    whole_program = program(every, (place[5],))
+    kernels = fuse(every, whole_program.outputs)
+    alive = lifetimes(whole_program, kernels, {}, schedule(whole_program, kernels, hides=False))
+    shared = {buffer.operations for buffer in alive.buffers if len(buffer.operations) > 1}
+    assert shared == {(place[1], place[3]), (place[2], place[4])}
+
+
 def test_results_of_two_cores_lie_beside_the_chip_with_a_table_for_each_copy() -> None:
     layout = whole()
     step = GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0}
     split = model_of(V5P)(*step)
     assert split.holders
     assert all(holder.nbytes % SPLIT_ALIGNMENT == 0 for holder in split.holders)
-    assert split.gaps_nbytes >= SPLIT_ALIGNMENT * (len(GRAPH.inputs) + len(GRAPH.outputs) + len(split.holders))
+    assert split.gaps_nbytes >= SPLIT_ALIGNMENT * (len(GRAPH.inputs) + len(GRAPH.outputs))
 
 
 def test_what_narrows_is_found_above_many_diamonds_at_once() -> None:
