@@ -76,6 +76,7 @@ class Pipeline:
             return self._call(leaves)
 
     def _call(self, leaves: Sequence[Any]) -> Any:
+        self.program.donation.check_there(leaves)
         self.program.donation.check(leaves)
         slots = self._fed(leaves)
         for step in self.steps:
@@ -86,6 +87,7 @@ class Pipeline:
     def timed(self, leaves: Sequence[Any], *, wait: bool = False) -> tuple[Any, Times]:
         """The results of a step and its times; with `wait`, each instruction waits for its results."""
         with jax_compat.no_mesh():
+            self.program.donation.check_there(leaves)
             self.program.donation.check(leaves)
             start = time.perf_counter()
             slots = self._fed(leaves)

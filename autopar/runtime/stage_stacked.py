@@ -97,6 +97,7 @@ class StageStacked:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         with jax_compat.no_mesh() if jax_compat.has_ambient_mesh() else nullcontext():
+            self.donation.check_there(leaves)
             self.donation.check(leaves)
             given = [
                 piece for leaf, n in zip(leaves, self.pieces.inputs, strict=True) for piece in self._apart(leaf, n)
