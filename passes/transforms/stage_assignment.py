@@ -58,10 +58,12 @@ class StageAssignment:
         """
         if value in self.body.literals or self.body.producers.get(value) in self.late:
             return None
-        readers = [r for r in self.body.consumers[value] if r not in self.late and r in self.stage]
-        transposed = {self.stage[r] for r in readers if self._may_be_transposes(self.body.nodes[r], reader)}
-        places = transposed or {self.stage[r] for r in readers} | ({self.made[value]} if value in self.made else set())
-        return max((at for at in places if at <= latest), default=None)
+        readers = [
+            r for r in self.body.consumers[value] if r not in self.late and self.stage.get(r, latest + 1) <= latest
+        ]
+        transposed = [self.stage[r] for r in readers if self._may_be_transposes(self.body.nodes[r], reader)]
+        made = [self.made[value]] if self.made.get(value, latest + 1) <= latest else []
+        return max(transposed or [*made, *(self.stage[r] for r in readers)], default=None)
 
     def _may_be_transposes(self, forward: Node, backward: Node) -> bool:
         """Whether two operators may be transposes of each other: they are of a kind, and so are their arrays' sizes."""
