@@ -258,9 +258,8 @@ def compile_(made: Any, given: tuple[Any, ...], key: tuple[str, str, str]) -> Co
         compiled = lowered.compile(heaps.options(folder) if clock_of(target) else None)
         seconds = time.perf_counter() - began
         analysis, verification = compiled.memory_analysis(), compiled.verify()
-        needed = needed_nbytes(compiled.plan, analysis)
-        if clock_of(target):
-            needed = heaps.needed_nbytes(Path(folder), analysis)
+        on_tpu = clock_of(target) > 0
+        needed = heaps.needed_nbytes(Path(folder), analysis) if on_tpu else needed_nbytes(compiled.plan, analysis)
     return Compiled(
         target=target,
         model=model,

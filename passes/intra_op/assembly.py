@@ -95,8 +95,9 @@ class Subproblem:
                 )
                 totals[when] = totals.get(when, 0.0) + spent
             for index, control_join in subproblem.control_joins.items():
-                when = phase(subproblem.graph.nodes[index])
-                totals[when] = totals.get(when, 0.0) + control_join.copy_seconds(choice)
+                if spent := control_join.copy_seconds(choice):
+                    when = phase(subproblem.graph.nodes[index])
+                    totals[when] = totals.get(when, 0.0) + spent
         return totals
 
     def assigned(self, choice: Sequence[int]) -> dict[int, Placement]:

@@ -39,8 +39,9 @@ def operator_seconds(
         heaviest = next((member for member in members if grouping.rules[member].is_product), members[0])
         yield when, graph.nodes[heaviest], weight * spent
     for index, control in grouping.controls.items():
-        node, groupings = graph.nodes[index], grouping.bodies[index]
-        yield phase(node), node, weight * _copying(control, groupings, mesh, layout.placements[index])
+        node, spent = graph.nodes[index], _copying(control, grouping.bodies[index], mesh, layout.placements[index])
+        if spent:
+            yield phase(node), node, weight * spent
     for body, within, placed in _bodies(grouping, layout):
         runs = weight * max(body.trips, 1) * body.share
         yield from operator_seconds(body.graph, within, mesh, placed, weight=runs, inside=True)

@@ -127,7 +127,7 @@ def recurrent(subproblem: Subproblem) -> set[Value]:
         control = control_join.control
         constant = {use.port for use in control.operands if not use.stacked and not control.ports[use.port].carry}
         for body, inner in zip(control.bodies, control_join.bodies, strict=True):
-            if body.share == 1 and not {phase(node) for node in body.graph.nodes}.issuperset(("forward", "backward")):
+            if body.share == 1 and not body.is_step:
                 ports = zip(body.graph.inputs, body.inputs, strict=True)
                 read.update((inner.number, value) for value, port in ports if port in constant)
             read |= recurrent(inner)

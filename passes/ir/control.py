@@ -15,6 +15,7 @@ from typing import cast
 from passes.errors import InternalError
 from passes.ir.effects import is_ordered
 from passes.ir.graph import Graph, Node, TensorType
+from passes.ir.phases import phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,11 @@ class Body:
     outputs: tuple[int, ...]
     trips: int = 1
     share: float = 1.0
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it has a forward and a backward pass, as that of a loop over microbatches."""
+        return {phase(node) for node in self.graph.nodes}.issuperset(("forward", "backward"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

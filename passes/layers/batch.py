@@ -90,7 +90,7 @@ def loops_over_batch(
     dims = _Dims()
     firsts = dims.enter(graph)
     batch = {dims.root(firsts[graph.inputs[i]]) for i in batch_inputs(graph, state_pairs, named)}
-    ours = (i for i, trip in dims.trips.items() if dims.root(trip) in batch and not _is_a_step(graph.nodes[i]))
+    ours = (i for i, trip in dims.trips.items() if dims.root(trip) in batch and not _is_a_step(graph.nodes[i], graph))
     return {i: _unchanged(graph.nodes[i]) for i in ours}
 
 
@@ -129,9 +129,10 @@ def _is_summed(body: Graph, value: int, end: int) -> bool:
     return not body.consumers.get(end) and body.outputs.count(end) == 1
 
 
-def _is_a_step(node: Node) -> bool:
+def _is_a_step(node: Node, graph: Graph) -> bool:
     """Whether a loop's body has a forward and a backward pass."""
-    return len({phase(inner) for body in node.subgraphs for inner in body.nodes} & {"forward", "backward"}) > 1
+    control = control_of(node, graph)
+    return control is not None and any(body.is_step for body in control.bodies)
 
 
 def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tuple[int, int]]:
