@@ -36,9 +36,10 @@ from autopar.tools import (
     targets,
 )
 from autopar.tools.command import Command, check_writable, write
-from autopar.tools.command_options import Once, limit_of, planner_of, real_number, whole_number, with_choices
+from autopar.tools.command_options import limit_of, planner_of, real_number, whole_number, with_choices
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
+from autopar.tools.parsing import Once, Parser
 from autopar.tools.plot import blank, plot_memory
 from autopar.tools.printing import printed
 from autopar.tools.targets import UsageError
@@ -145,7 +146,7 @@ def _tell(message: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="autopar",
         description="Plan an ordinary JAX train step for many devices.",
         epilog="example:\n  autopar plan train:example --cluster 8:h100 --out plan.json\n"
@@ -186,13 +187,13 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("--operators", action="store_true", help="every operator, and every line that communicates")
     show.add_argument("--json", action="store_true", help="print the plan as JSON")
     show.add_argument("--trace", type=Path, metavar="PATH", help="save a pipeline's timeline for Perfetto here")
+    show.add_argument("--plot", type=Path, metavar="FILE", help="draw one device's memory over the step (png, svg)")
     diff = add("diff", _diff, "compare two plans", "Show what changes from plan A to plan B.", _DIFF_MORE)
     diff.add_argument("before", type=Path, metavar="A", help="a saved plan")
     diff.add_argument("after", type=Path, metavar="B", help="another")
     diff.add_argument(
         "--json", action="store_true", help="print the differences as JSON; seconds and bytes are numbers"
     )
-    show.add_argument("--plot", type=Path, metavar="FILE", help="draw one device's memory over the step (png, svg)")
     _add_fit(add)
     for command in COMMANDS:
         command.add_arguments(

@@ -7,7 +7,6 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from autopar import extensions
 from autopar.tools.targets import UsageError
@@ -38,18 +37,6 @@ clusters:
 
 MOST = 2**31 - 1
 """What rows, parts and devices can be counted to: beyond, sizes are no int32, in which JAX counts."""
-
-
-class Once(argparse.Action):
-    """An option that may be given once: of two values one would be dropped without a word."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        given = getattr(namespace, self.dest, self.default)
-        if option and given is not self.default:
-            raise argparse.ArgumentError(self, f"is given twice, as {str(given)!r} and {str(values)!r}: choose one")
-        setattr(namespace, self.dest, values)
 
 
 def whole_number(least: int = 1, most: float = math.inf) -> Callable[[str], int]:

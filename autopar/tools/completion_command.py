@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from autopar.tools.command import DONE, Command, Output
+from autopar.tools.parsing import commands_of
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -41,10 +42,9 @@ complete -o filenames -F _autopar autopar
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
     """The long options of every command of a parser."""
-    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     return {
         name: sorted(o for action in each._actions for o in action.option_strings if o.startswith("--"))
-        for name, each in commands.choices.items()
+        for name, each in commands_of(parser).items()
     }
 
 

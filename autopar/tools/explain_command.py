@@ -96,9 +96,9 @@ def described_arrays(plan: AnyPlan, what: str) -> str:
             more = f" and {quantities.count(count - 1, 'array')} more" if count > 1 else ""
             lines.append(f"{of}{first}{more} as {spec} on mesh {program.mesh}")
     if not lines:
-        paths = [pins.path_of(name) for name in plan.input_names[:5]]
+        known = pins.guesses(what, plan.input_names)
         rule = "no array that enters the step has such a name"
-        raise UsageError(explain(repr(what), rule, f"there are {', '.join(paths)}, ...", "name one, or a source line"))
+        raise UsageError(explain(repr(what), rule, known, "name one, a layer or a source line"))
     return "\n".join(lines)
 
 

@@ -16,9 +16,9 @@ from autopar.tools.command_options import real_number, whole_number
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, required=True, metavar="N", help="so many processes")
+    parser.add_argument("--processes", type=whole_number(), required=True, metavar="N", help="so many processes")
     devices = "virtual CPU devices of each (default: an accelerator each, or JAX's own devices)"
-    parser.add_argument("--devices-per-process", type=int, metavar="K", help=devices)
+    parser.add_argument("--devices-per-process", type=whole_number(), metavar="K", help=devices)
     parser.add_argument("--bind-cores", action="store_true", help="give each process cores of its own")
     parser.add_argument("script", type=Path, help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the script is called with")

@@ -121,7 +121,8 @@ def _saved(arguments: argparse.Namespace) -> Row:
     for name in SWEPT:
         if getattr(arguments, name):
             rule = "a saved plan is of one step on one cluster, and is shown as it is"
-            remedy = f"name the step: autopar simulate MODULE:FUNCTION --planner manual:{arguments.target} --{name} ..."
+            others = "" if name == "planner" else f" --planner manual:{arguments.target}"
+            remedy = f"name the step: autopar simulate MODULE:FUNCTION{others} --{name} ..."
             raise UsageError(explain(f"--{name} with {arguments.target}", rule, "", remedy))
     return saved(load_plan(arguments.target), arguments.tokens_per_step, limit_of(arguments.memory_limit))
 

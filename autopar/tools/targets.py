@@ -68,6 +68,9 @@ def _read(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ..
 def called(target: str) -> Any:
     """The result of calling `MODULE:FUNCTION`. Raises UsageError where there is no such function, or it fails."""
     module_name, _, name = target.partition(":")
+    if module_name.endswith(".py"):
+        remedy = f"write {'.'.join(Path(module_name).with_suffix('').parts)}:{name or 'FUNCTION'}"
+        raise UsageError(explain(target, "that is a file, and MODULE is what Python imports", "", remedy))
     if not name or not all(part.isidentifier() for part in module_name.split(".")):
         raise UsageError(f"{target!r} is not MODULE:FUNCTION\n{TARGET}")
     sys.path.insert(0, os.getcwd())
@@ -82,7 +85,8 @@ def called(target: str) -> Any:
             rule = f"there is no module {error.name!r} here ({os.getcwd()}) or among those installed"
             raise UsageError(rule) from error
         raise UsageError(f"{target} raised an error\n{_users_traceback(error, module_name)}") from error
-    guess = close(name, (other for other, value in vars(module).items() if callable(value)))
+    others = [other for other, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+    guess = close(name, others) or (f"it has {', '.join(others[:10])}" if others else "")
     raise UsageError("\n  ".join(filter(None, (f"{module_name} ({module.__file__}) has no function {name!r}", guess))))
 
 

@@ -126,17 +126,20 @@ def matching(pattern: str, names: Sequence[str]) -> list[int]:
     return [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")]
 
 
+def guesses(pattern: str, names: Sequence[str]) -> str:
+    """The inputs that a pattern which names none may mean, as text for an error; else the first of all."""
+    paths = [path_of(name) for name in names]
+    return close(pattern, paths) or f"inputs are {', '.join(paths[:5])}{', ...' if len(paths) > 5 else ''}"
+
+
 def placed_inputs(pins: Pins, names: Sequence[str], types: Sequence[TensorType]) -> dict[int, ShardingSpec]:
     """The placement of each input that is pinned, by its position. Raises PlanningError for a pin of no input."""
     chosen: dict[int, ShardingSpec] = {}
     for pattern, spec in pins:
         positions = matching(pattern, names)
         if not positions:
-            paths = [path_of(name) for name in names]
-            known = close(pattern, paths) or f"inputs are {', '.join(paths[:5])}{', ...' if len(paths) > 5 else ''}"
-            raise PlanningError(
-                explain(f"pins[{pattern!r}]", "no input of the step has such a name", known, "name one")
-            )
+            rule = "no input of the step has such a name"
+            raise PlanningError(explain(f"pins[{pattern!r}]", rule, guesses(pattern, names), "name one"))
         for position in positions:
             rank = types[position].rank
             if len(spec.dims) > rank:

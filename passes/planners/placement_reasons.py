@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from passes.cluster import Mesh
-from passes.errors import PlanMismatchError, PlanningError, close, explain
+from passes.errors import PlanMismatchError, PlanningError, explain
 from passes.intra_op import Assembly, MeshProblems, Solved, pins
 from passes.ir import TensorType
 from passes.plan import Plan
@@ -150,8 +150,7 @@ def _named(plan: Plan, pattern: str) -> list[int]:
     positions = pins.matching(pattern, plan.input_names)
     if positions:
         return positions
-    paths = [pins.path_of(name) for name in plan.input_names]
-    known = close(pattern, paths) or f"inputs are {', '.join(paths[:5])}{', ...' if len(paths) > 5 else ''}"
+    known = pins.guesses(pattern, plan.input_names)
     raise PlanMismatchError(explain(repr(pattern), "no input of the plan has such a name", known, "name one of them"))
 
 

@@ -201,10 +201,43 @@ def test_the_first_help_fits_a_screen_and_the_version_is_told(capsys):
     assert out.splitlines()[-1] == f"autopar {version()}"
 
 
-@pytest.mark.parametrize(("topic", "words"), [("targets", "MODULE"), ("clusters", "8:h100"), ("planners", "megatron")])
-def test_what_several_commands_take_is_told_at_length(capsys, topic, words):
-    assert main(["help", topic]) == 0
+@pytest.mark.parametrize(
+    ("topics", "words"),
+    [
+        (["targets"], "MODULE"),
+        (["clusters"], "8:h100"),
+        (["planners"], "megatron"),
+        ([], "explain   say why a plan is as it is"),
+        (["diff"], "usage: autopar diff"),
+    ],
+)
+def test_what_several_commands_take_is_told_at_length(capsys, topics, words):
+    assert main(["help", *topics]) == 0
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "guess"),
+    [
+        (["plna", "train:example"], "did you mean 'plan'"),
+        (
+            ["show", PLAN, "--operatrs"],
+            "autopar show: error: unrecognized arguments: --operatrs\n  did you mean '--operators",
+        ),
+        (["export", PLAN, "--format", "sharding", "-o", "x.py"], "did you mean 'shardings'"),
+        (["fit", "train:example", "--cluster", "8:h100", "--memory-limt=2GB"], "did you mean '--memory-limit'"),
+    ],
+)
+def test_a_command_or_option_that_is_none_is_guessed(capsys, command, guess):
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    assert guess in capsys.readouterr().err
+
+
+def test_a_topic_that_is_none_is_guessed(capsys):
+    assert main(["help", "clustres"]) == 2
+    assert "did you mean 'clusters'" in capsys.readouterr().err
 
 
 def test_doctor_tells_versions_devices_and_what_is_in_the_way(capsys, monkeypatch):
@@ -298,7 +331,10 @@ def test_a_saved_plan_is_a_planner(capsys, train):
         ("train", [], "is not MODULE:FUNCTION"),
         ("absent:example", [], "no module 'absent'"),
         ("../train:example", [], "'../train:example' is not MODULE:FUNCTION"),
-        ("train:absent", [], "has no function 'absent'"),
+        ("train.py:example", [], "write train:example"),
+        ("src/train.py", [], "write src.train:FUNCTION"),
+        ("train:absent", [], "has no function 'absent'\n  it has step, example"),
+        ("train:exampel", [], "did you mean 'example'"),
         ("train:constant", [], "has no function 'constant'"),
         ("train:not_an_example", [], "returned int, not a step and its arguments"),
         ("train:lone_example", [], "it returned a step and ShapeDtypeStruct, and the step's arguments are a tuple"),
@@ -375,6 +411,7 @@ def test_an_error_of_autopar_itself_is_shown_whole(capsys, train, monkeypatch):
         (["simulate", "train:example", "--price-per-device-hour", "inf"], "'inf' should be a number above 0"),
         (["measure", "--devices", "0", "--out", "here.json"], "'0' should be a whole number from 1"),
         (["measure", "--devices", "two", "--out", "here.json"], "'two' should be a whole number from 1"),
+        (["launch", "--processes", "two", "train.py"], "'two' should be a whole number from 1"),
         (["run", "--restarts", "-1", "--resume", "x", "--processes", "2", "train.py"], "a whole number from 0"),
         (["run", "--lost-seconds", "nan", "--resume", "x", "--processes", "2", "train.py"], "a number above 0"),
         (["run", "--lost-seconds", "0", "--resume", "x", "--processes", "2", "train.py"], "a number above 0"),

@@ -75,10 +75,15 @@ def test_memory_is_named_where_it_binds(plan):
     assert "over the limit" in slow.text()
 
 
-@pytest.mark.parametrize("what", ["nothing", "nothing.py:3"])
-def test_explain_says_what_there_is(plan, capsys, what):
+@pytest.mark.parametrize(
+    ("what", "known"),
+    [("nothing", "inputs are "), ("nothing.py:3", "name one"), ("params/upp", "did you mean 'params/up'")],
+)
+def test_explain_says_what_there_is(plan, capsys, what, known):
     assert main(["explain", str(plan), what]) == 2
-    assert "name one" in capsys.readouterr().err
+    written = capsys.readouterr().err
+    assert known in written
+    assert "name one" in written
 
 
 def test_explain_shows_what_layers_cost_and_one_by_its_name(plan, capsys):
