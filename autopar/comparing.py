@@ -16,6 +16,7 @@ from autopar.api import ParallelFunction
 from autopar.compilation import Compilation
 from autopar.distributed import among
 from autopar.errors import ArgumentError, explain
+from autopar.options import check_arguments
 from autopar.profiling import Stepper, Steps, timed, warm_up
 from autopar.reporting import stepper_of
 from passes.errors import PlanningError
@@ -130,9 +131,7 @@ def _check(function: object, args: object, planners: object) -> None:
     if not isinstance(function, ParallelFunction):
         rule, remedy = "its plans are compared, and it has none", "pass autopar.parallelize(function)"
         raise ArgumentError(explain(f"compare({function!r:.60})", rule, "", remedy))
-    if not isinstance(args, tuple | list):
-        remedy = "write compare(train_step, (state, batch))"
-        raise ArgumentError(explain(f"args={args!r:.60}", "these are all positional arguments", "", remedy))
+    check_arguments("compare", args)
     if planners is not None and not isinstance(planners, Mapping):
         remedy = "write planners={'mine': autopar.Manual('plan.json')}"
         raise ArgumentError(explain(f"planners={planners!r:.60}", "each has the name of its row", "", remedy))

@@ -21,7 +21,7 @@ from autopar.frontend import Names, Positions
 from autopar.jax_compat import Device
 from autopar.profiling import Calibration
 from passes.cluster import Cluster, parse_cluster
-from passes.errors import ClusterError, PlanningError
+from passes.errors import PlanningError
 from passes.planners import Auto, Planned, Planner, PlanOptions, limit_nbytes
 from passes.progress import Report, silent
 from passes.step import Step
@@ -107,15 +107,16 @@ class _OfGraphs:
         return Planned.of(plan, step)
 
 
-def checked_cluster(cluster: object) -> Cluster | None:
+def checked_cluster(cluster: Any) -> Cluster | None:
     """The cluster that is meant. Raises ClusterError."""
-    if cluster is None or isinstance(cluster, Cluster):
-        return cluster
-    if isinstance(cluster, str | os.PathLike):
-        return parse_cluster(cluster)
-    remedy = "write, say, cluster='8:h100', or devices=jax.devices()[:8] for devices that are here"
-    rule = "a cluster is a description, a JSON file or an autopar.Cluster"
-    raise ClusterError(explain(f"cluster={cluster!r:.60}", rule, "", remedy))
+    return cluster if cluster is None or isinstance(cluster, Cluster) else parse_cluster(cluster)
+
+
+def check_arguments(call: str, args: object) -> None:
+    """Raises ArgumentError where what a call takes as all positional arguments of a step is a single one."""
+    if not isinstance(args, tuple | list):
+        remedy = f"write {call}(train_step, (state, batch))"
+        raise ArgumentError(explain(f"args={args!r:.60}", "these are all positional arguments", "", remedy))
 
 
 def checked_planner(planner: Any) -> Planner:

@@ -68,7 +68,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The outcome of one planner: the plan, or for a search that found none the leanest; else why there is none."""
+    """The outcome of one planner: its plan, that of least memory where none fits; else why there is none."""
 
     name: str
     limit_nbytes: float
@@ -159,8 +159,8 @@ def row(name: str, step: TracedStep, room: Room, announce: Announce = quiet) -> 
     try:
         return Row(name=name, limit_nbytes=room.limit_nbytes, plan=PLANNERS[name](step, room, announce))
     except OverBudgetError as error:
-        leanest = cast("Plan | None", error.least_memory_plan)
-        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=leanest, refusal=str(error))
+        plan = cast("Plan | None", error.least_memory_plan)
+        return Row(name=name, limit_nbytes=room.limit_nbytes, plan=plan, refusal=str(error))
     except PlanningError as error:
         return Row(name=name, limit_nbytes=room.limit_nbytes, refusal=str(error))
 
@@ -182,7 +182,7 @@ def _by(planner: Planner) -> Planned:
 
 
 def _megatron(step: TracedStep, room: Room, announce: Announce) -> Plan:
-    """The cheapest that fits of Megatron's shapes within a host, else the leanest."""
+    """The cheapest that fits of Megatron's shapes within a host, else the one of least memory."""
     devices, group = room.cluster.n_devices, room.cluster.group()
     sizes = [t for t in TENSOR if group.devices_per_host % t == 0] or [1]
     planned, refused = [], None

@@ -18,6 +18,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from autopar.jax_compat import Device
+from autopar.options import checked_devices
 from autopar.tools import device_sweep, whole_steps
 from autopar.tools.chains import TINY, Operation, between_products_seconds, multiplied, seconds
 from autopar.tools.device_sweep import Sample
@@ -72,7 +73,7 @@ def measure(
 
 def measurement(devices: Sequence[Device] | None = None, *, announce: Progress = lambda what: None) -> Measurement:
     """The measurement that `measure` makes, with each sample beside what the cluster predicts of it."""
-    devices = tuple(jax.local_devices() if devices is None else devices)
+    devices = checked_devices(devices) or tuple(jax.local_devices())
     cluster = local_cluster(devices)
     group = cluster.group()
     locally = dict[object, float]()

@@ -13,7 +13,7 @@ class Parser(argparse.ArgumentParser):
     """A parser, of the program or of a command, whose errors guess at what was meant."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """What argparse does, but for what a command does not know: that is an error here, with its own usage."""
+        """The arguments and no others: what a command does not know is an error with its own usage."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(_guessed(f"unrecognized arguments: {' '.join(unknown)}", unknown, self._option_string_actions))

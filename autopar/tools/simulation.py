@@ -58,7 +58,8 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The outcome of a scenario: the plan's `estimate`, or of the leanest plan where none fits; else why there is none.
+    """The outcome of a scenario: the plan's `estimate`, or of the one of least memory where none fits; else why there
+    is none.
 
     `scenario` is None for a saved plan; a device may need `limit_nbytes`. `tokens_per_step` is None if it is unknown.
     """

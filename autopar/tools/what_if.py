@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.cache import PlanCache
 from autopar.errors import ArgumentError, explain
-from autopar.options import checked_cluster, checked_limit, checked_planner
+from autopar.options import check_arguments, checked_cluster, checked_limit, checked_planner
 from autopar.tools import simulation_text
 from autopar.tools.fit import Example
 from autopar.tools.simulation import Request, Row, Sweep, rows, saved, several
@@ -67,12 +67,15 @@ def simulate(
     Every option from `cluster` to `microbatches` takes one value or several. `devices` are taken of a cluster's kind,
     whole hosts or a part of one; all links give `bandwidth` times what they do, those between hosts `network` times
     that. `batch` is the leading dimension of the arguments that make up the batch. A combination for which there is no
-    plan is a row that says why; of one that fits in no device's memory the row has the leanest plan. A step sees
-    `tokens_per_step`, by default the elements of its largest array of integers, in proportion to the batch.
+    plan is a row that says why; of one that fits in no device's memory the row has the plan of least memory. A step
+    sees `tokens_per_step`, by default the elements of its largest array of integers, in proportion to the batch.
 
     Definitions are those of `passes.plan.Estimate`. Raises ClusterError, ArgumentError or PlanningError for options
     that cannot be read.
     """
+    training = {"tokens": tokens, "tokens_per_step": tokens_per_step, "price_per_device_hour": price_per_device_hour}
+    for name, value in training.items():
+        _check(name, () if value is None else (value,), *_POSITIVE)
     if not callable(step):
         plan = load_plan(step, "simulate")
         varied = (cluster, planner, devices, bandwidth, network, batch, microbatches)
@@ -82,11 +85,16 @@ def simulate(
             raise ArgumentError(explain(f"simulate({type(step).__name__}, ...)", rule, "", remedy))
         simulated = (saved(plan, tokens_per_step, checked_limit(memory_limit)),)
     else:
+        check_arguments("simulate", args)
         sweep = _sweep(cluster, planner, devices, bandwidth, network, batch, microbatches)
         example = Example.of(step, tuple(args), dict(kwargs or {}))
         request = Request(memory_limit=checked_limit(memory_limit), cache=cache, tokens_per_step=tokens_per_step)
         simulated = tuple(rows(example, sweep, request))
     return Simulation(rows=simulated, tokens=tokens, price_per_device_hour=price_per_device_hour)
+
+
+_POSITIVE = ("a number above 0", lambda value: isinstance(value, int | float) and value > 0)
+"""The rule of a number, in words and as a predicate."""
 
 
 def _sweep(
@@ -103,7 +111,7 @@ def _sweep(
     for name, values in whole.items():
         _check(name, values, "a whole number from 1", lambda value: type(value) is int and value >= 1)
     for name, values in factors.items():
-        _check(name, values, "a number above 0", lambda value: isinstance(value, int | float) and value > 0)
+        _check(name, values, *_POSITIVE)
     return Sweep(clusters=clusters, planners={named(planner): planner for planner in planners}, **whole, **factors)
 
 

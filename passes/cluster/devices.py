@@ -56,6 +56,10 @@ def parse_cluster(text_or_path: str | os.PathLike[str]) -> Cluster:
     In the file, a group's `device` may be a name from the table; `hosts` then defaults to 1, and `devices_per_host`,
     `intra` and `inter` to the table's. Raises ClusterError for what it cannot read.
     """
+    if not isinstance(cast(object, text_or_path), str | os.PathLike):
+        rule = "a cluster is a description, a JSON file or an autopar.Cluster"
+        remedy = "write, say, cluster='8:h100', or devices=jax.devices()[:8] for devices that are here"
+        raise ClusterError(explain(f"cluster={text_or_path!r:.60}", rule, "", remedy))
     text = os.fspath(text_or_path).strip()
     if text.lower().endswith(".json") or os.path.isfile(text):  # which is False for what is no path
         return _read_file(Path(text))

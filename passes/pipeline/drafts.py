@@ -165,7 +165,8 @@ def _known(table: StageCostTable, count: int) -> int:
 
 
 def _rescaled(shape: Shape, table: StageCostTable, microbatches: int) -> list[StageCost]:
-    """The bytes of stages as they are priced in the nearest number of microbatches that has some, on the leanest mesh.
+    """The bytes of stages as they are priced in the nearest number of microbatches that has some, on the mesh of
+    least memory.
 
     What a microbatch keeps is taken to shrink as it does; stages without a price count with the least that they may
     need. Empty where nothing is priced in any.

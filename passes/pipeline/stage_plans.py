@@ -69,10 +69,10 @@ class StagePlans:
             made = assemble_pipeline(*about, plans, draft.schedule, shape.chunks, self._costs)
             scheduled = self._scheduled(made)
             best = min((best, *scheduled) if best else scheduled, key=self._order)
-            leanest = min(scheduled, key=lambda plan: plan.peak_nbytes)
-            if not self.limit < leanest.peak_nbytes <= NEARLY * self.limit:
+            smallest = min(scheduled, key=lambda plan: plan.peak_nbytes)
+            if not self.limit < smallest.peak_nbytes <= NEARLY * self.limit:
                 break
-            plans = self._stages(draft, parts, self._tighter(leanest))
+            plans = self._stages(draft, parts, self._tighter(smallest))
         if best is None:
             raise InternalError("stages without a limit have no plan")
         return best

@@ -171,6 +171,8 @@ def test_a_compiler_that_is_not_installed_is_named(cluster: str, packages: str, 
 def test_devices_that_no_compiler_knows_are_refused():
     with pytest.raises(autopar.DeviceError, match="no compiler here knows cpu"):
         autopar.topology("8:cpu")
+    with pytest.raises(autopar.ClusterError, match="cluster=8: a cluster is a description"):
+        autopar.topology(8)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

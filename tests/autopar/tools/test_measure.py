@@ -317,6 +317,11 @@ def test_a_wrong_plot_is_refused_before_anything_is_measured(capsys, tmp_path):
     assert "a plot is a file that ends in" in capsys.readouterr().err
 
 
+def test_what_are_no_devices_is_refused_before_anything_is_measured():
+    with pytest.raises(autopar.ArgumentError, match="devices=3: devices are a sequence"):
+        autopar.measure(3)  # pyright: ignore[reportArgumentType]
+
+
 def test_the_former_name_of_an_argument_is_deprecated(monkeypatch):
     cluster, announced = parse_cluster("2:cpu"), list[str]()
 

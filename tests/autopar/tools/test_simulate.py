@@ -229,12 +229,18 @@ def test_a_saved_plan_elsewhere_keeps_its_placements_and_is_counted_anew(planner
         ({"cluster": "8:h100", "devices": 12}, ClusterError, "hosts of 8 are taken whole"),
         ({"cluster": "8:h100", "bandwidth": -1}, ArgumentError, "bandwidth=-1: each should be a number above 0"),
         ({"cluster": "8:abacus"}, ClusterError, "abacus"),
+        ({"cluster": "8:h100", "tokens": -1}, ArgumentError, "tokens=-1: each should be a number above 0"),
         ({"cluster": "8:h100", "planner": Zero}, ArgumentError, "a planner is a value"),
     ],
 )
 def test_a_wrong_option_is_refused(options: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         autopar.simulate(step, ARGS, **options)
+
+
+def test_arguments_that_are_no_tuple_are_refused():
+    with pytest.raises(ArgumentError, match=r"write simulate\(train_step, \(state, batch\)\)"):
+        autopar.simulate(step, ARGS[1], cluster="8:h100")
 
 
 def test_a_planner_is_named_as_it_would_be_written():
