@@ -16,7 +16,8 @@ from autopar.tools.targets import UsageError
 from passes.text import Table
 
 WIDEST = 1000
-"""Characters of a row that goes to no terminal: more than any table has, so that none of its columns is cut."""
+"""Characters of a row that goes to no terminal: more than any table has, so that no cell is cut or broken into lines,
+and `grep` finds a name whole. COLUMNS, where it is set, says how wide rows are there, too."""
 
 UNREAD = 141
 """The exit status where what is printed is not read to its end: 128 and the number of SIGPIPE."""
@@ -53,12 +54,21 @@ def _show(output: Output) -> None:
             print(output.rstrip())
         return
     console = _Console(highlight=False)
-    uncut = console if console.is_terminal else _Console(highlight=False, width=WIDEST)
     for table in output:
         console.print(Text(table.title, style="bold"))
-        if table.rows:
-            uncut.print(_rich(table.fitted(console.width)))
+        if table.rows and console.is_terminal:
+            console.print(_rich(table.fitted(console.width)))
+        elif table.rows:
+            print(_plain(table, console.width if os.environ.get("COLUMNS") else WIDEST))
         console.print(Text(f"{table.note}\n" if table.note else ""))
+
+
+def _plain(table: Table, width: int) -> str:
+    """The rows as they are drawn on a terminal, each without the spaces at its end."""
+    console = _Console(highlight=False, width=WIDEST)
+    with console.capture() as drawn:
+        console.print(_rich(table.fitted(width)))
+    return "\n".join(line.rstrip() for line in drawn.get().splitlines())
 
 
 def _rich(table: Table) -> RichTable:

@@ -66,3 +66,16 @@ def test_no_column_is_cut_where_nobody_looks_on_a_terminal(capsys):
     shown = capsys.readouterr().out
     assert all(f"heading {i}" in shown and f"cell {i}" in shown for i in range(20))
     assert "…" not in shown
+
+
+def test_rows_that_go_to_no_terminal_are_whole_unless_columns_says_how_wide(capsys, monkeypatch):
+    columns = (Column(heading="input", flexible=True), Column(heading="type"))
+    table = Table(title="inputs", columns=columns, rows=(("state/" + "kernel/" * 20, "float32[8]"),))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    printed((table,))
+    assert "kernel/" * 20 + "  float32[8]\n" in capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "60")
+    printed((table,))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert [line for line in lines if line != line.rstrip()] == []
