@@ -56,10 +56,9 @@ class Transformer(Precision, Protocol):
 
 
 def verify(config: Any) -> None:
-    """Nothing, if the fields of the dataclass `config` have values that any model can have.
+    """Raises ValueError where a field of the dataclass `config` has a value that no model can have.
 
-    Raises ValueError if a whole number is not positive, `dropout` is no probability below 1, or a dtype is not one of
-    `DTYPES`.
+    Whole numbers are positive, `dropout` is a probability below 1, and dtypes are among `DTYPES`.
     """
     for name in (field.name for field in fields(config)):
         value = getattr(config, name)
@@ -72,7 +71,7 @@ def verify(config: Any) -> None:
 
 
 def verify_divides(config: Any, part: str, whole: str) -> None:
-    """Nothing, if the field `part` of `config` divides its field `whole`. Raises ValueError if it does not."""
+    """Raises ValueError where the field `part` of `config` does not divide its field `whole`."""
     divisor, number = getattr(config, part), getattr(config, whole)
     if number % divisor:
         raise ValueError(
@@ -82,13 +81,13 @@ def verify_divides(config: Any, part: str, whole: str) -> None:
 
 
 def verify_preset(model: str, name: str, presets: Iterable[str]) -> None:
-    """Nothing, if `name` is one of `presets`. Raises ValueError, with the names there are, if it is not."""
+    """Raises ValueError, with the names there are, where `name` is none of `presets`."""
     if name not in presets:
         raise ValueError(f"no {model} preset is called {name!r}; there are {', '.join(presets)}")
 
 
 def verify_tokens(config: Any, name: str, tokens: jax.Array) -> None:
-    """Nothing, if `tokens` is [batch, sequence] of the configured `sequence_length`. Raises ValueError if it is not."""
+    """Raises ValueError where `tokens` is not [batch, sequence] of the configured `sequence_length`."""
     if tokens.ndim != 2 or tokens.shape[1] != config.sequence_length:
         raise ValueError(
             f"{name} has shape {list(tokens.shape)}, where [batch, {config.sequence_length}] is needed: the model is "

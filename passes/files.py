@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], contents: bytes) -> None:
-    """Nothing; a reader sees the old file or all of the new one. Raises OSError where it cannot be written.
+    """Writes a file whole: a reader sees the old one or all of the new one. Raises OSError where it cannot be written.
 
     A link stays one, to a file that is new. What is no file, such as a pipe or /dev/stdout, is written as it is.
     """

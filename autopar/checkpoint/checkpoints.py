@@ -114,7 +114,7 @@ class Checkpoints:
         rng: Any = None,
         plan: AnyPlan | None = None,
     ) -> None:
-        """Nothing; the state of a step is on its way to the disk, and may be donated to the next step.
+        """Begins to save the state of a step, which may be donated to the next step when this returns.
 
         It is a checkpoint only when all of it is there. `position` is where the data goes on, as plain data (such as a
         count of batches; tuples come back as lists), `rng` a key or an array, `plan` the step's plan.
@@ -163,7 +163,7 @@ class Checkpoints:
         return _terminated().is_set()
 
     def wait(self) -> None:
-        """Nothing; what was saved is on the disk. Raises CheckpointError where it could not be written."""
+        """Waits until what was saved is on the disk. Raises CheckpointError where it could not be written."""
         writing, self._writing = self._writing, None
         if writing and (error := awaited(writing)):
             raise error

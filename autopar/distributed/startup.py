@@ -42,7 +42,7 @@ def initialize(
     lost_seconds: float = LOST_SECONDS,
     stall_seconds: float = STALL_SECONDS,
 ) -> None:
-    """Nothing; JAX's runtime of many processes is joined, by `jax.distributed.initialize` with these options.
+    """Joins JAX's runtime of many processes, by `jax.distributed.initialize` with these options.
 
     Under Slurm, Open MPI, Kubernetes (JobSet) and on TPUs they may all be left out. Under `autopar launch` the process
     has joined before the script begins, and this returns at once. It comes before all that asks JAX for devices.

@@ -48,7 +48,7 @@ class WholeStep(ABC):
     @property
     @abstractmethod
     def size(self) -> str:
-        """It in words."""
+        """The size of the training in words."""
 
     @abstractmethod
     def arguments(self) -> tuple[dict[str, Any], dict[str, Any], jax.ShapeDtypeStruct]:
@@ -65,7 +65,7 @@ class WholeStep(ABC):
         return jax.tree.map(lambda w, m: w - RATE * m, weights, moments), moments, loss
 
     def traced(self) -> TracedStep:
-        """It as planners take it."""
+        """The step as planners take it."""
         return parallelize(self.step).step(*self.arguments())
 
 

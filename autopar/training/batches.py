@@ -107,7 +107,7 @@ class _Reader(threading.Thread):
 
 @functools.cache
 def _end_in_order() -> None:
-    """Nothing; from now on the program's end waits a while for its readers."""
+    """Makes the program's end wait a while for its readers."""
 
     def end() -> None:
         readers = [thread for thread in threading.enumerate() if isinstance(thread, _Reader)]
@@ -168,7 +168,7 @@ class Batches(Iterator[Any]):
         return batch
 
     def close(self) -> None:
-        """Nothing; no further element is asked for, and none given."""
+        """Ends the fetching: no further element is asked for, and none given."""
         self._close()
 
 

@@ -49,8 +49,9 @@ Run = tuple[Kinds, int]
 class StageCostTable:
     """The costs of stages of a `step` in blocks, computed when they are asked for; `meshes(n)` lays out n devices.
 
-    `on_price` is called with every mesh that a block is about to be priced on, and with None when it is. What
-    `stage_bytes` has found of runs of blocks is kept here, that of some prices with their number.
+    `on_price` is called with every mesh that a block is about to be priced on, and with None when it is. What the
+    functions of `passes.pipeline.stage_bytes` find of runs of blocks is kept here, that of some prices with their
+    number.
     """
 
     step: StepBlocks

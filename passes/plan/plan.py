@@ -42,7 +42,7 @@ class AnyPlan(Storable):
     output_names: tuple[str, ...]
     planner: str
     collectives: tuple[Collective, ...]
-    """Those of one step, in all of its programs."""
+    """The collectives of one step, in all of its programs."""
     nbytes: Mapping[str, int]
     """Predicted peak bytes on the fullest device, by cause."""
 

@@ -45,7 +45,7 @@ class PlanOptions:
 
 
 PLAIN = PlanOptions()
-"""Nothing asked."""
+"""The options of a call that asks for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

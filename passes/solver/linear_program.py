@@ -165,7 +165,7 @@ def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def hush() -> None:
-    """Nothing; HiGHS will not print its banner any more.
+    """Keeps HiGHS from printing its banner.
 
     From 1.16 on its first model of a process does so on stdout, whatever the options say, where a page of JSON may be.
     """

@@ -38,7 +38,7 @@ class Time:
         return self.count
 
     def steps(self, type: object, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]:
-        """The one step from a placement in time to another; `analyse` asks for no other than these."""
+        """The one step from a placement in time to another: `Walk` asks for no other than these."""
         if before.partial:
             return (Step(kind="all_reduce", axes=(AXIS,)),)
         if after.partial:
