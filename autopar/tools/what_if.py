@@ -17,7 +17,7 @@ from autopar.tools.simulation_plot import plot_simulation
 from passes.cluster import Cluster
 from passes.plan import AnyPlan, load_plan
 from passes.planners import Planner, named
-from passes.text import Table
+from passes.text import Table, plain_integer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,8 @@ def _sweep(
         remedy = "write, say, cluster='8x8:h100'"
         raise ArgumentError(explain("simulate(step, args)", "it does not say for which cluster", "", remedy))
     planners = [checked_planner(value) for value in several(planner) or (None,)]
-    whole = {"devices": several(devices), "batch": several(batch), "microbatches": several(microbatches)}
+    options = {"devices": devices, "batch": batch, "microbatches": microbatches}
+    whole: dict[str, Any] = {name: tuple(map(plain_integer, several(value))) for name, value in options.items()}
     factors = {"bandwidth": several(bandwidth), "network": several(network)}
     for name, values in whole.items():
         _check(name, values, "a whole number from 1", lambda value: type(value) is int and value >= 1)

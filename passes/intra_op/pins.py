@@ -16,6 +16,7 @@ from passes.errors import NoLegalPlanError, PlanningError, close, explain
 from passes.intra_op.assembly import Assembly
 from passes.ir import Graph, TensorType
 from passes.sharding import ShardingSpec, parse_spec, spec_on
+from passes.text import plain_integer
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 """The kinds of collectives that move values within a mesh."""
@@ -68,7 +69,8 @@ def checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:
     """The axes and sizes that a user wrote as `{"data": 4, "model": 2}`; none for None. Raises PlanningError."""
     if mesh is None or isinstance(mesh, tuple):
         return cast("tuple[tuple[str, int], ...]", mesh or ())
-    axes = dict(cast("Mapping[object, object]", mesh)) if isinstance(mesh, Mapping) else {}
+    written: Mapping[object, object] = cast("Any", mesh) if isinstance(mesh, Mapping) else {}
+    axes: dict[object, object] = {name: plain_integer(size) for name, size in written.items()}
     if not axes or not all(_is_axis(name, size) for name, size in axes.items()):
         rule = "a mesh is a dict from names of axes to whole numbers of devices"
         raise PlanningError(explain(f"mesh={mesh!r:.60}", rule, "", 'write, say, mesh={"data": 4, "model": 2}'))

@@ -49,7 +49,7 @@ def check_sizes(sizes: Mapping[str, int], cluster: Cluster) -> None:
 
 def check_optimizer_stage(stage: int) -> None:
     """Raises PlanningError unless ZeRO's stage is one that stands beside tensors and pipelines: none, or 1."""
-    if stage not in (0, 1):
+    if type(stage) is not int or stage not in (0, 1):
         rule = "beside tensors and stages optimizer state alone is cut over the data devices: zero=0 or 1"
         remedy = "use zero=1, or planner=Zero(3) over all devices"
         raise PlanningError(explain(f"Megatron(zero={stage!r})", rule, "", remedy))
@@ -164,7 +164,7 @@ def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly],
 
     State is cut over as many devices as its dimensions allow. Raises PlanningError for another stage.
     """
-    if stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         raise PlanningError(
             f"Zero(stage={stage!r}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none"
         )

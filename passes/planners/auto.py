@@ -54,6 +54,7 @@ from passes.planners.checks import (
     check_seconds,
     check_solver,
     checked_schedules,
+    set_integers,
 )
 from passes.planners.infeasible import infeasible_error, stages_infeasible_error
 from passes.planners.planner import PLAIN, Planned, PlanOptions, limit_nbytes, takes_graphs
@@ -280,8 +281,9 @@ def _predictable(memory_limit: int | None, cluster: Cluster) -> float:
 
 def _check_options(planner: Auto) -> None:
     """Raises PlanningError for numbers that cannot be, and for a mesh that would be of all stages."""
-    check_counts("Auto", max_axes=planner.max_axes)
-    check_optional_counts("Auto", layers=planner.layers)
+    check_counts(planner, "max_axes")
+    check_optional_counts(planner, "layers")
+    set_integers(planner, "stages")
     check_seconds("Auto", planner.seconds)
     check_solver("Auto", planner.solver)
     if planner.stages is not None and (type(planner.stages) is not int or planner.stages < 2):

@@ -9,26 +9,40 @@ from typing import Any, cast
 from passes.errors import PlanningError, close, explain
 from passes.inter_op import SCHEDULES
 from passes.solver import SolverOptions
+from passes.text import plain_integer
 
 
-def check_counts(planner: str, **counts: object) -> None:
-    """Raises PlanningError unless all counts are whole numbers from 1."""
-    for name, value in counts.items():
-        if not _is_count(value):
-            rule = "should be a whole number from 1"
-            raise PlanningError(explain(f"{planner}({name}={value!r:.40})", rule, "", "write, say, 2"))
+def check_counts(planner: object, *names: str) -> None:
+    """Makes Python's integers of fields of a planner. Raises PlanningError unless all are whole numbers from 1."""
+    set_integers(planner, *names)
+    for name in names:
+        check_count(type(planner).__name__, name, getattr(planner, name))
 
 
-def check_optional_counts(planner: str, **counts: object) -> None:
-    """Raises PlanningError unless all counts that are given are whole numbers from 1."""
-    check_counts(planner, **{name: value for name, value in counts.items() if value is not None})
+def check_optional_counts(planner: object, *names: str) -> None:
+    """Checks those of the fields that are not None as `check_counts` does."""
+    check_counts(planner, *(name for name in names if getattr(planner, name) is not None))
+
+
+def check_count(planner: str, name: str, value: object) -> None:
+    """Raises PlanningError unless an option is a whole number from 1."""
+    if not _is_count(value):
+        rule = "should be a whole number from 1"
+        raise PlanningError(explain(f"{planner}({name}={value!r:.40})", rule, "", "write, say, 2"))
+
+
+def set_integers(planner: object, *names: str) -> None:
+    """Makes Python's integers of fields of a planner that are NumPy's."""
+    for name in names:
+        object.__setattr__(planner, name, plain_integer(getattr(planner, name)))
 
 
 def checked_submeshes(planner: str, sizes: Any) -> tuple[int, ...]:
     """The devices of each submesh. Raises PlanningError for what is no sequence of counts."""
     listed = _listed(sizes)
-    if listed is not None and all(map(_is_count, listed)):
-        return listed
+    counts = None if listed is None else tuple(map(plain_integer, listed))
+    if counts is not None and all(map(_is_count, counts)):
+        return cast("tuple[int, ...]", counts)
     rule = "these are the devices of each submesh, whole numbers from 1"
     raise PlanningError(explain(f"{planner}(submeshes={sizes!r:.60})", rule, "", "leave it out for equal ones"))
 
@@ -87,4 +101,4 @@ def _is_schedule(name: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return type(value) is int and value >= 1

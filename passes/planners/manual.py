@@ -21,17 +21,20 @@ from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
 from passes.plan import AnyPlan, Plan, load_plan
 from passes.planners.checks import (
+    check_count,
     check_counts,
     check_layers,
     check_optional_counts,
     check_schedule,
     check_solver,
     checked_submeshes,
+    set_integers,
 )
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
 from passes.planners.wholes import warn_of_whole_state, warn_of_whole_work
 from passes.solver import SolverOptions
 from passes.step import Step, Variant
+from passes.text import plain_integer
 from passes.transforms import microbatch_stacks
 
 
@@ -68,6 +71,7 @@ class Zero:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def __post_init__(self) -> None:
+        set_integers(self, "stage")
         restrictions.zero(self.stage)
         check_solver("Zero", self.solver)
 
@@ -148,13 +152,14 @@ class Megatron:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def __post_init__(self) -> None:
-        check_counts("Megatron", data=self.data, tensor=self.tensor, pipeline=self.pipeline, interleave=self.interleave)
+        check_counts(self, "data", "tensor", "pipeline", "interleave")
+        set_integers(self, "zero")
         restrictions.check_optimizer_stage(self.zero)
         check_schedule("Megatron", self.schedule)
         if self.interleave > 1 and self.pipeline == 1:
             rule = "interleaves the stages of a pipeline, and there is none"
             raise PlanningError(explain(f"Megatron(interleave={self.interleave})", rule, "", "give pipeline= as well"))
-        check_optional_counts("Megatron", microbatches=self.microbatches)
+        check_optional_counts(self, "microbatches")
         check_solver("Megatron", self.solver)
 
     @property
@@ -219,8 +224,7 @@ class Pipeline:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def __post_init__(self) -> None:
-        check_counts("Pipeline", stages=self.stages, microbatches=self.microbatches)
-        check_counts("Pipeline", interleave=self.interleave, max_axes=self.max_axes)
+        check_counts(self, "stages", "microbatches", "interleave", "max_axes")
         check_schedule("Pipeline", self.schedule)
         check_layers("Pipeline", self.layers)
         check_solver("Pipeline", self.solver)
@@ -271,8 +275,9 @@ def _schedule(name: str, interleave: int) -> str:
 
 
 def _checked_axes(axes: int) -> int:
-    check_counts("Pipeline", max_axes=axes)
-    return axes
+    count = cast("int", plain_integer(axes))
+    check_count("Pipeline", "max_axes", count)
+    return count
 
 
 Options = tuple[tuple[str, Any], ...]
@@ -314,7 +319,7 @@ class GPipe:
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     def __post_init__(self) -> None:
-        check_counts("GPipe", stages=self.stages, microbatches=self.microbatches, max_axes=self.max_axes)
+        check_counts(self, "stages", "microbatches", "max_axes")
         check_layers("GPipe", self.layers)
         check_solver("GPipe", self.solver)
         object.__setattr__(self, "submeshes", checked_submeshes("GPipe", self.submeshes))

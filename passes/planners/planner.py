@@ -27,7 +27,7 @@ from passes.ir import Graph, StatePairs
 from passes.plan import AnyPlan
 from passes.progress import Report, silent
 from passes.step import Step, as_written, seen_by
-from passes.text import parse_nbytes
+from passes.text import parse_nbytes, plain_integer
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -72,7 +72,7 @@ def limit_nbytes(*limits: object) -> int | None:
     written = next((limit for limit in limits if limit is not None), None)
     if written is None:
         return None
-    nbytes = parse_nbytes(written) if isinstance(written, str) else written
+    nbytes = parse_nbytes(written) if isinstance(written, str) else plain_integer(written)
     if isinstance(nbytes, int | float) and not isinstance(nbytes, bool) and 0 < nbytes < math.inf:
         return int(nbytes)
     rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"

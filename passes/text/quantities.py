@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from numbers import Integral
 
 Text = Callable[[float], str]
 """How one kind of quantity is written."""
@@ -37,6 +38,11 @@ def parse_nbytes(text: str) -> float | None:
         return None
     power = " kmgtp".index(match[2] or " ")
     return float(match[1]) * (1024 if match[3] else 1000) ** power
+
+
+def plain_integer(value: object) -> object:
+    """One of NumPy's integers as Python's own, which can be saved as JSON; anything else as it is."""
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
 
 
 def share(part: float, whole: float) -> str:

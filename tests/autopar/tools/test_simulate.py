@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -138,7 +139,7 @@ def test_every_combination_is_a_row_and_says_what_it_is():
         ARGS,
         cluster=["8:h100", "8:a100-80g"],
         planner=[DataParallel(), Megatron(data=4, tensor=2)],
-        devices=[4, 8],
+        devices=[np.int64(4), 8],
         batch=[64, 128],
         tokens=1e9,
         tokens_per_step=1000,
@@ -230,17 +231,13 @@ def test_a_saved_plan_elsewhere_keeps_its_placements_and_is_counted_anew(planner
         ({"cluster": "8:h100", "bandwidth": -1}, ArgumentError, "bandwidth=-1: each should be a number above 0"),
         ({"cluster": "8:abacus"}, ClusterError, "abacus"),
         ({"cluster": "8:h100", "tokens": -1}, ArgumentError, "tokens=-1: each should be a number above 0"),
+        ({"cluster": "8:h100", "args": ARGS[1]}, ArgumentError, r"write simulate\(train_step, \(state, batch\)\)"),
         ({"cluster": "8:h100", "planner": Zero}, ArgumentError, "a planner is a value"),
     ],
 )
 def test_a_wrong_option_is_refused(options: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
-        autopar.simulate(step, ARGS, **options)
-
-
-def test_arguments_that_are_no_tuple_are_refused():
-    with pytest.raises(ArgumentError, match=r"write simulate\(train_step, \(state, batch\)\)"):
-        autopar.simulate(step, ARGS[1], cluster="8:h100")
+        autopar.simulate(step, options.pop("args", ARGS), **options)
 
 
 def test_a_planner_is_named_as_it_would_be_written():

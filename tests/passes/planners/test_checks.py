@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from passes.errors import PlanningError
@@ -52,6 +54,8 @@ from passes.solver import SolverOptions
         (Megatron, {"data": 2, "tensor": 2, "interleave": 2}, "Megatron(interleave=2): interleaves the stages of a"),
         (Pipeline, {"stages": 2, "microbatches": 2, "schedule": "2f2b"}, "Pipeline(schedule='2f2b'): known are gpipe"),
         (Zero, {"stage": 4}, "Zero(stage=4): ZeRO has stages 1, 2 and 3"),
+        (Zero, {"stage": True}, "Zero(stage=True): ZeRO has stages 1, 2 and 3"),
+        (Zero, {"stage": 3.0}, "Zero(stage=3.0): ZeRO has stages 1, 2 and 3"),
         (SolverOptions, {"gap": "1%"}, "SolverOptions(gap='1%'): should be a number from 0"),
         (SolverOptions, {"tie_radius": 1.5}, "SolverOptions(tie_radius=1.5): should be a whole number from 0"),
         (SolverOptions, {"untied": None}, "SolverOptions(untied=None): should be a whole number from 0"),
@@ -81,3 +85,21 @@ def test_schedules_of_a_set_come_in_the_order_of_the_table(kind: Callable[..., A
     """The planner is the same in every process: the order of a set is not."""
     assert checked_schedules("Auto", kind(SCHEDULES)) == tuple(SCHEDULES)
     assert Auto(schedules=kind(["gpipe", "1f1b", "eager-1f1b"])) == Auto(schedules=("gpipe", "1f1b", "eager-1f1b"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Zero, {"stage": 3}),
+        (Megatron, {"data": 2, "tensor": 2, "microbatches": 4, "zero": 1}),
+        (Pipeline, {"stages": 2, "microbatches": 4, "max_axes": 1, "submeshes": (2, 2)}),
+        (GPipe, {"stages": 2, "microbatches": 4}),
+        (Auto, {"max_axes": 1, "layers": 4, "stages": 2, "memory_limit": 10**9}),
+        (Auto, {"mesh": {"data": 4, "model": 2}}),
+    ],
+)
+def test_integers_of_numpy_are_those_of_python(kind: Any, options: dict[str, Any]) -> None:
+    """A plan's cache keeps planners as JSON, which has no others."""
+    planner = kind(**jax.tree.map(np.int64, options))
+    assert planner == kind(**options)
+    assert repr(planner) == repr(kind(**options))
