@@ -156,7 +156,9 @@ def row(kill: Kill, processes: int) -> tuple[str, bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=2, help="trainings (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=5, help="disturbances of each (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2)

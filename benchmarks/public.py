@@ -339,7 +339,9 @@ def _run(step: Callable[..., Any], state: Any, batches: list[Any]) -> Iterator[A
 
 def main() -> int:
     """The exit status: 1 where a step differs from `jax.jit`'s, or the search refuses one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.public", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--planner", nargs="+", default=["auto"], choices=list(planners(8)))
     parser.add_argument("--only", default="", help="a part of the names of steps")

@@ -44,7 +44,9 @@ def step(state: Any, batch: jax.Array) -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.saving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=12, help="of 4 MiB each, and as much of momentum")
     parser.add_argument("--rows", type=int, default=1024, help="of a batch, which make a step long")

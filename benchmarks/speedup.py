@@ -119,7 +119,9 @@ def verdict(spent: dict[str, list[float]], computed: list[dict[str, list[float]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speedup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7, help="steps of each (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=ROWS, help="rows of a microbatch (default: %(default)s)")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)

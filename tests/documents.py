@@ -228,6 +228,8 @@ def check_unread(block: Block) -> str:
                 return f"{block.name}: {done.stderr}" if done.returncode else ""
             case "console":
                 return "\n".join(filter(None, (check_unrun(command) for command, _ in commands(block))))
+            case "text" if not block.text.strip(" .\n"):
+                return f"{block.name}: it shows nothing"
             case "text" | "mermaid":
                 pass
             case _:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from dataclasses import replace
 from email.message import Message
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,6 +62,13 @@ def test_blocks_run_on_several_processes(page: str, tmp_path: Path) -> None:
     with in_folder(tmp_path / "work") as runner:
         (runner.folder / "script.py").write_text("\n".join([blocks_of_page[0], LAUNCHED[page], *blocks_of_page[1:]]))
         assert "loss" in runner.command("autopar launch --processes 2 --devices-per-process 2 script.py")
+
+
+def test_a_block_that_shows_nothing_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```text\n\n...\n```\n")
+    (block,) = blocks(page)
+    assert check_unread(replace(block, page=ROOT / "page.md")).endswith("it shows nothing")
 
 
 def test_a_block_that_fails_or_prints_otherwise_is_seen(tmp_path: Path) -> None:
