@@ -103,6 +103,13 @@ def test_every_room_has_its_paragraph():
     assert not [each for each in sorted(rooms) if f"**{each}**" not in text]
 
 
+@pytest.mark.parametrize("package", ["autopar", "passes"])
+def test_every_file_beside_the_rooms_is_named(package):
+    text = PAGE.read_text().partition(f"## The rooms of `{package}/`")[2].partition("\n## ")[0]
+    files = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert {name for name in files if f"`{name}`" not in text} == set()
+
+
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_paths_that_a_document_names_are_there(page):
     paths = PATH.findall((ROOT / page).read_text())

@@ -89,6 +89,10 @@ def test_the_reference_names_all_that_is_public() -> None:
     named = set(re.findall(r"(?m)^::: autopar\.([A-Za-z_]+)", text))
     public = set(autopar.__all__) - {"distributed", "SCHEDULES"}
     assert public - named == set()
+    members = re.search(r"::: autopar\.ParallelFunction\n.*\n +members: \[(.*)\]", text)
+    assert members is not None
+    methods = {name for name, value in vars(autopar.ParallelFunction).items() if callable(value) and name[0] != "_"}
+    assert set(members[1].split(", ")) == methods
     commands = (DOCS / "reference" / "command-line.md").read_text()
     assert [command.name for command in COMMANDS if f"$ autopar {command.name} --help" not in commands] == []
 
