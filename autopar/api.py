@@ -86,13 +86,13 @@ def parallelize(
     calibration: str | os.PathLike[str] | Calibration | None = None,
     progress: Report | Literal[False] | None = None,
 ) -> Any:
-    """`fun` as a ParallelFunction; a decorator that makes one, without `fun`.
+    """`fun` as a ParallelFunction; without `fun`, a decorator that makes one.
 
     `cluster` is what to plan for, by description (`"8x8:a100-80g"`) or value; by default the `devices`, which are by
     default all of JAX's. `planner` chooses, `Auto()` by default. The batch is what looks like one, or what
     `batch_argnums` and `batch_argnames` name: arguments, or parts of them (`"data['images']"`). It is computed in
-    `microbatches` that add up to the same step; where an operator couples them (batch normalisation) there is none of
-    that, unless `microbatch_semantics` is `"independent"`: then each takes its own statistics, and results are
+    `microbatches` that add up to the same step; an operator that couples them (batch normalisation) is an
+    error, unless `microbatch_semantics` is `"independent"`: then each takes its own statistics, and results are
     averaged.
 
     No device may need more than `memory_limit` (bytes, or in words, `"12 GiB"`), by default the device's memory less a
@@ -202,7 +202,7 @@ class ParallelFunction(Generic[Params, Result]):
     def init(self, init_fn: Callable[..., Any], *args: Any, others: Sequence[Any] = ()) -> Any:
         """The state `init_fn(*args)`, the first argument of this function, made where it will be read.
 
-        Each device makes its own shards: the state never exists whole, on no device and no host. It is planned for
+        Each device makes its own shards: the state never exists whole, on any device or host. It is planned for
         with the function's `others` (a batch, say, or its types), which may be left out where the function has been
         planned or called with such a state before. Raises ArgumentError where it has not.
         """
@@ -272,7 +272,7 @@ class ParallelFunction(Generic[Params, Result]):
     ) -> ParallelFunction[Params, Result]:
         """The same function with the same jit options, for another cluster, by another planner or otherwise cut.
 
-        `cache=False` is none, and so is `calibration=False`.
+        `cache=False` goes without a cache, `calibration=False` without a calibration.
         """
         options = {
             "cluster": cluster,

@@ -75,8 +75,8 @@ class Saved:
 class Checkpoints:
     """The checkpoints in `folder`, of which the last `keep` good ones stay; by default that of `autopar run --resume`.
 
-    What was saved last stays as well, be there `keep` later ones. All processes of a program make the same calls in the
-    same order.
+    The one that was saved last stays as well, even where `keep` later steps have one. All processes of a program make
+    the same calls in the same order.
     """
 
     keep: int

@@ -63,8 +63,8 @@ def measure(
 ) -> Cluster:
     """The cluster of these devices (by default all of this process), measured in one to two minutes.
 
-    `announce` hears in words what is measured next; `said` is its name of before, and deprecated. Raises ClusterError
-    as `local_cluster` does.
+    `announce` hears in words what is measured next; `said` is its name of before, and deprecated. Raises
+    ClusterError for devices of several kinds, of one that is not in the table, or not as many on each host.
     """
     if said is not None:
         warnings.warn("measure(said=) is deprecated: write measure(announce=)", DeprecationWarning, stacklevel=2)

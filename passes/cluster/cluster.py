@@ -162,7 +162,7 @@ MOST_DEVICES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Host groups in order; devices are numbered host by host."""
+    """The hosts that a plan is for: groups of equal ones in order, whose devices are numbered host by host."""
 
     name: str
     groups: tuple[HostGroup, ...]

@@ -38,6 +38,9 @@ def _entry(name: str, what: str) -> HostSpec:
 
 def register_device(spec: HostSpec) -> None:
     """Adds a device to the table, under its name in lower case. Raises ClusterError if another one has the name."""
+    if not isinstance(cast(object, spec), HostSpec):
+        remedy = "pass HostSpec(device=DeviceSpec(...), devices_per_host=8, intra=Link(...), inter=Link(...))"
+        raise ClusterError(explain(f"register_device({spec!r:.60})", "a device comes in a HostSpec", "", remedy))
     name = spec.device.name.lower()
     if _HOSTS.get(name, spec) != spec:
         remedy = "choose another name"

@@ -252,6 +252,8 @@ def test_users_add_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_cluster([Device("My Device")]).group().device == mine.device
     with pytest.raises(ClusterError, match="in the table with other numbers"):
         register_device(replace(h100, devices_per_host=4))
+    with pytest.raises(ClusterError, match=r"pass HostSpec\(device=DeviceSpec"):
+        register_device(mine.device)  # pyright: ignore[reportArgumentType]
 
 
 def group_of(text: str, sizes: tuple[int, ...], *axes: str) -> Group:
