@@ -14,7 +14,7 @@ from autopar.tools import fit, targets
 from autopar.tools.command import DONE, Command, Output
 from autopar.tools.command_options import limit_of
 from autopar.tools.targets import UsageError
-from passes.errors import explain
+from passes.errors import close, explain
 from passes.intra_op import pins
 from passes.plan import AnyPlan, Plan, load_plan
 from passes.plan import json as plan_json
@@ -96,8 +96,9 @@ def described_arrays(plan: AnyPlan, what: str) -> str:
             more = f" and {quantities.count(count - 1, 'array')} more" if count > 1 else ""
             lines.append(f"{of}{first}{more} as {spec} on mesh {program.mesh}")
     if not lines:
-        known = pins.guesses(what, plan.input_names)
-        rule = "no array that enters the step has such a name"
+        layers = dict.fromkeys(layer.name for program in plan.programs for layer in program.layers)
+        known = ("" if "/" in what else close(what, layers)) or pins.guesses(what, plan.input_names)
+        rule = "no layer and no array that enters the step has such a name"
         raise UsageError(explain(repr(what), rule, known, "name one, a layer or a source line"))
     return "\n".join(lines)
 

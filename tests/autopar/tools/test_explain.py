@@ -77,7 +77,12 @@ def test_memory_is_named_where_it_binds(plan):
 
 @pytest.mark.parametrize(
     ("what", "known"),
-    [("nothing", "inputs are "), ("nothing.py:3", "name one"), ("params/upp", "did you mean 'params/up'")],
+    [
+        ("nothing", "inputs are "),
+        ("nothing.py:3", "name one"),
+        ("params/upp", "did you mean 'params/up'"),
+        ("updaet", "did you mean 'update'"),
+    ],
 )
 def test_explain_says_what_there_is(plan, capsys, what, known):
     assert main(["explain", str(plan), what]) == 2
