@@ -25,8 +25,8 @@ Flat = Callable[..., tuple[Any, ...]]
 def transformable(planned: Flat, user_function: Flat) -> Flat:
     """A function that is `planned` where it is only staged, and `user_function` where derivatives or batches are taken.
 
-    What is staged may be differentiated or batched later, so it carries the rules that lead to `own` with it.
-    `checkify` stages what it is given, and then checks the operators of the user's function, not those of the plan.
+    What is staged may be differentiated or batched later, so it carries the rules that lead to `user_function` with
+    it. `checkify` stages what it is given, and then checks the operators of the user's function, not those of the plan.
     """
     batchable = custom_vmap(planned)
 

@@ -165,7 +165,7 @@ class AnyPlan(Storable):
 class Plan(AnyPlan):
     """The placements of every operator, input and output, and what they cost.
 
-    `seconds` holds the predicted step time by cause (`compute`, `memory`, `communication`, ...); `nbytes` the peak
+    `seconds` holds the predicted step time by cause (`compute`, `copies`, `all_reduce`, ...); `nbytes` the peak
     bytes of one device by cause. `replicated` names operators that had no rule, as `primitive at source`. `input_names`
     and `output_names` are argument paths in the user's words; `input_types` and `output_types` are for people, and
     empty where the planner did not keep them. `phases` are the same seconds by phase of the step, of which `computing`
