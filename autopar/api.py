@@ -126,6 +126,11 @@ class ParallelFunction(Generic[Params, Result]):
     """
 
     def __init__(self, fun: Callable[Params, Result], jit: Mapping[str, Any], settings: Settings) -> None:
+        if isinstance(fun, ParallelFunction):
+            name = fun.signature.function
+            rule = "it is one that parallelize returned, with a plan of its own"
+            remedy = f"write {name}.replan(planner=..., cluster=...), or pass the function that it was made of"
+            raise ArgumentError(explain(f"parallelize({name})", rule, "", remedy))
         functools.update_wrapper(self, fun)
         self._fun, self._jit, self._settings = fun, jit, settings
         self.signature = signature_of(fun, jit.get("static_argnums"), jit.get("static_argnames"))

@@ -185,6 +185,7 @@ CALLS = {
         "twice(here(tripled, donate_argnums=0), ones())",
     ],
     "options": [
+        "here(here(step), cluster=CLUSTER)",
         "here(step, cluster='8 fast ones')",
         "here(step, cluster='h100')",
         "here(step, cluster='8:abacus')",
