@@ -137,6 +137,9 @@ class ParallelFunction(Generic[Params, Result]):
         self.compilations = Compilations(fun=fun, signature=self.signature, jit=jit, settings=settings)
         jax.jit(fun, **jit)  # an option that jit refuses is refused here and now
 
+    def __repr__(self) -> str:
+        return f"<ParallelFunction of {self.signature.source or self.signature.function}>"
+
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._fun(*args, **kwargs)

@@ -68,6 +68,12 @@ def test_a_parallel_function_looks_like_its_function():
     assert step.__wrapped__ is train_step
 
 
+def test_a_parallel_function_is_shown_by_name_and_place():
+    line = train_step.__code__.co_firstlineno
+    assert repr(autopar.parallelize(train_step)) == f"<ParallelFunction of {__file__}:{line} (train_step)>"
+    assert repr(autopar.parallelize(jnp.sin)) == "<ParallelFunction of sin>"
+
+
 def test_decorator_bare_and_with_options():
     @autopar.parallelize
     def bare(x):
