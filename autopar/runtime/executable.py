@@ -12,7 +12,8 @@ import jax
 from jax.sharding import Sharding
 
 from autopar import jax_compat
-from autopar.jax_compat import PyTreeDef
+from autopar.errors import is_described, not_here
+from autopar.jax_compat import Device, PyTreeDef
 from autopar.runtime.argument_groups import Groups
 from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.moves import Moves
@@ -36,6 +37,8 @@ class Executable:
     stacked: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     arrivals: Arrivals | None = None
     moves: Moves = field(default_factory=lambda: Moves(names=(), source=""))
+    _described: Device | None = field(init=False)
+    """A device that is described for compiling, None where the program runs here."""
     _in_place: list[object] = field(init=False)
     """The sharding object that each argument last had and that equals the planned one: a step's results come back with
     the same objects, so that asking for identity does, where comparing a thousand shardings takes milliseconds. What
@@ -44,6 +47,8 @@ class Executable:
     def __post_init__(self) -> None:
         given = (self.stacked.get(i, sharding) for i, sharding in enumerate(self.in_shardings))
         object.__setattr__(self, "_in_place", list(given))
+        first = next(iter(self.in_shardings[0].device_set), None) if self.in_shardings else None
+        object.__setattr__(self, "_described", first if first is not None and is_described(first) else None)
 
     def __call__(self, leaves: list[Any]) -> Any:
         if not jax_compat.has_ambient_mesh():
@@ -56,6 +61,8 @@ class Executable:
         others = list(compress(count(), map(is_not, present, self._in_place)))
         if jax_compat.is_writing() or any(jax_compat.is_traced(leaves[i]) for i in others):
             return jax.tree.unflatten(self.out_tree, self.nested(*leaves))
+        if self._described is not None:
+            raise not_here(self._described)
         self.donation.check_there(leaves)
         if self.arrivals:
             return self._call_together(leaves, self.arrivals)

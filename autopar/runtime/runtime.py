@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar import jax_compat
 from autopar.distributed import Processes, nowhere, placed
+from autopar.errors import is_described, not_here
 from autopar.jax_compat import PyTreeDef
 from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.cross_process import takes_part, transport_of
@@ -270,8 +271,11 @@ def load(
 
     `rows` are the rows of a microbatch for each argument that is a batch, and `weak` says of each output whether it is
     of weak type. Of several `processes` each compiles what its devices run, after all have compared what that is.
-    Raises DisagreementError where it differs.
+    Raises DisagreementError where it differs, and DeviceError where devices are described to be compiled for.
     """
+    for segment in program.segments:
+        if is_described(device := next(iter(segment.out_shardings[0].device_set))):
+            raise not_here(device)
     executables = _executables(program, executables, processes)
     return Pipeline(
         program=program,

@@ -185,7 +185,7 @@ class Cluster:
     def group(self) -> HostGroup:
         """The only host group. Raises ClusterError for a cluster of several kinds of hosts."""
         if len(self.groups) != 1:
-            raise ClusterError(f"cluster {self.name!r} has {len(self.groups)} kinds of hosts, and a plan is for one kind")
+            raise ClusterError(f"cluster {self.name!r} has {len(self.groups)} kinds of hosts, and a plan is for one")
         return self.groups[0]
 
     def to_json(self) -> dict[str, object]:

@@ -156,6 +156,22 @@ def test_every_gpu_has_devices_under_its_own_name(kind: str):
     assert abs(GPU_TARGETS[kind].memory_bytes_per_second / cluster.memory_bytes_per_second - 1) < 0.05
 
 
+@needs_gpu_compiler
+@pytest.mark.parametrize("planner", [None, autopar.Pipeline(stages=2, microbatches=2)])
+def test_a_call_on_devices_that_are_not_here_is_an_error(planner: Any):
+    """JAX ended the process (SIGSEGV) where an array was to be moved there."""
+
+    def step(weight: jax.Array, batch: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(batch @ w) @ w)))(weight)
+
+    devices = autopar.topology("2:h100")
+    parallel = autopar.parallelize(step, cluster="2:h100", devices=devices, planner=planner)
+    given = jnp.ones((8, 8)), jnp.ones((4, 8))
+    for called in (parallel, parallel.lower(*given).compile()):
+        with pytest.raises(autopar.DeviceError, match="it is described, and nothing runs there"):
+            called(*given)
+
+
 def test_every_known_device_but_the_cpu_has_a_compiler():
     devices = {host.device.name for host in TABLE}
     assert devices - {"cpu"} == {*GPU_TARGETS, *topologies._TPUS}
