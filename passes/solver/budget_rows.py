@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from passes.solver.edge_flows import Shapes
 from passes.solver.linear_program import Floats, Indices, LinearProgram
 from passes.solver.problem import Edge, ShardingProblem
 
@@ -26,6 +27,7 @@ class BudgetRows:
         most: Indices | None,
     ) -> None:
         self.problem, self.program = problem, program
+        self.shapes = problem.memory.kept(Shapes)
         self.allowed, self.columns = allowed, columns
         self.rows: list[int] = []
         self.copy_rows: list[tuple[int, Edge, object]] = []
@@ -76,5 +78,5 @@ class BudgetRows:
 
     def _placed(self, node: int, places: Indices, names: Sequence[object], name: object) -> Indices:
         """The columns of a node's strategies under which a value has a named placement."""
-        named = [i for i, candidate in enumerate(names) if candidate == name]
-        return self.columns[node][np.isin(places[self.allowed[node]], named)]
+        named = self.shapes.numbers(names) == self.shapes.number(name)
+        return self.columns[node][named[places[self.allowed[node]]]] if names else self.columns[node][:0]

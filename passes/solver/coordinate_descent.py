@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -23,22 +23,78 @@ def coordinate_descent(problem: ShardingProblem, choice: Sequence[int]) -> tuple
     moved, or any at all where budgets tie them together.
     """
     current, around = list(choice), problem.around
-    usage, paid = _Usage(problem, current), _Paid()
+    tables, usage = _Tables(problem, current), _Usage(problem, current)
     stale = [True] * len(current)
     for node in (node for _ in range(_ROUNDS) if any(stale) for node in range(len(current)) if stale[node]):
         keep, stale[node] = current[node], False
-        costs = problem.seconds[node] + sum(paid.seconds(edges, node, current) for edges in around[node])
-        if problem.budgets:
-            costs += usage.penalties(node, current, around[node])
+        seconds, nbytes = tables.of(node)
+        costs = seconds if nbytes is None else seconds + usage.penalties(nbytes, keep)
         if costs[keep] <= costs.min():
             continue
         current[node] = int(np.argmin(costs))
+        if nbytes is not None:
+            usage.change(nbytes, keep, current[node])
         if problem.budgets:
-            usage.change(node, keep, current, around[node])
             stale = [True] * len(current)
         for edge in (edge for edges in around[node] for edge in edges):
             stale[edge.source] = stale[edge.target] = True
+        tables.moved(node)
     return tuple(current)
+
+
+class _Tables:
+    """The cost of every strategy of a node while the others stay: computed anew once one that it shares a value with
+    has moved.
+    """
+
+    def __init__(self, problem: ShardingProblem, choice: list[int]) -> None:
+        self.problem, self.choice = problem, choice
+        self.paid, self.alike = _Paid(), problem.memory.kept(_Alike)
+        self.known: dict[int, tuple[Floats, Floats | None]] = {}
+
+    def of(self, node: int) -> tuple[Floats, Floats | None]:
+        """(seconds [strategies], bytes [budgets, strategies]), the latter None for a node that no budget counts."""
+        if node not in self.known:
+            around, choice = self.problem.around[node], self.choice
+            seconds = self.problem.seconds[node] + sum(self.paid.seconds(edges, node, choice) for edges in around)
+            self.known[node] = seconds, self._nbytes(node)
+        return self.known[node]
+
+    def moved(self, node: int) -> None:
+        """Forgets the cost of those that share a value with a node."""
+        for edge in (edge for edges in self.problem.around[node] for edge in edges):
+            for other in {edge.source, edge.target} - {node}:
+                self.known.pop(other, None)
+
+    def _nbytes(self, node: int) -> Floats | None:
+        """The bytes that depend on a node's strategy: those that it holds, and copies of what it makes or reads."""
+        budgets, size = self.problem.budgets, self.problem.seconds[node].size
+        groups = [
+            edges for edges in self.problem.around[node] if any(edges[0].group in budget.copies for budget in budgets)
+        ]
+        if not groups and not any(node in budget.nbytes for budget in budgets):
+            return None
+        none = np.zeros(size)
+        nbytes = np.array([budget.nbytes.get(node, none) for budget in budgets], dtype=np.float64)
+        for edges in groups:
+            labels, sort = self._copies(node, edges)
+            for row, budget in zip(nbytes, budgets, strict=True):
+                if (copies := budget.copies.get(edges[0].group)) is not None:
+                    row += np.array([sum(copies.get(label, 0.0) for label in of_sort) for of_sort in labels])[sort]
+        return nbytes
+
+    def _copies(self, node: int, edges: Sequence[Edge]) -> tuple[list[dict[object, None]], Indices]:
+        """The placements that a group is copied to by sort of a node's strategies, each once, and the sort of every
+        strategy.
+        """
+        (first, sort), current = self.alike.of(edges, node), self.choice[node]
+        labels: list[dict[object, None]] = []
+        for strategy in first:
+            self.choice[node] = int(strategy)
+            copied = (edge.copies(self.choice) for edge in edges)
+            labels.append(dict.fromkeys(label for label in copied if label is not None))
+        self.choice[node] = current
+        return labels, sort
 
 
 class _Paid:
@@ -112,60 +168,18 @@ class _Usage:
     """The bytes that an answer takes of every budget, kept up to date while its nodes change."""
 
     def __init__(self, problem: ShardingProblem, choice: Sequence[int]) -> None:
-        self.problem = problem
-        self.alike = problem.memory.kept(_Alike)
-        self.usage = [problem.usage(budget, choice) for budget in problem.budgets]
-        seconds = problem.evaluate(choice)
+        self.usage = np.array([problem.usage(budget, choice) for budget in problem.budgets])
+        self.limits = np.array([budget.limit for budget in problem.budgets])
+        seconds = problem.evaluate(choice) if problem.budgets else 0.0
         self.price = _PENALTY * (seconds if np.isfinite(seconds) and seconds > 0 else 1.0)
 
-    def penalties(self, node: int, choice: list[int], groups: Sequence[Sequence[Edge]]) -> Floats:
-        """Seconds for the bytes beyond the budgets, under each strategy of a node."""
-        size = self.problem.seconds[node].size
-        total, current = np.zeros(size), choice[node]
-        copied = {
-            edges[0].group: self._copies(node, choice, edges)
-            for edges in groups
-            if any(edges[0].group in budget.copies for budget in self.problem.budgets)
-        }
-        for budget, used in zip(self.problem.budgets, self.usage, strict=True):
-            nbytes = budget.nbytes.get(node)
-            nbytes_after = np.full(size, used) if nbytes is None else used - nbytes[current] + nbytes
-            for group, (labels, sort) in copied.items():
-                if group in budget.copies:
-                    nbytes_of = np.array([_nbytes(budget.copies[group], of_sort) for of_sort in labels])
-                    nbytes_after += nbytes_of[sort] - nbytes_of[sort[current]]
-            total += self.price * np.maximum(nbytes_after / budget.limit - 1.0, 0.0)
-        return total
+    def penalties(self, nbytes: Floats, current: int) -> Floats:
+        """Seconds for the bytes beyond the budgets, [strategies], of a node that takes `nbytes` [budgets, strategies]
+        of them.
+        """
+        nbytes_after = (self.usage - nbytes[:, current])[:, None] + nbytes
+        return self.price * np.maximum(nbytes_after / self.limits[:, None] - 1.0, 0.0).sum(axis=0)
 
-    def _copies(self, node: int, choice: list[int], edges: Sequence[Edge]) -> tuple[list[dict[object, None]], Indices]:
-        """The placements that a group is copied to by sort of a node's strategies, and the sort of every strategy."""
-        (first, sort), current = self.alike.of(edges, node), choice[node]
-        labels: list[dict[object, None]] = []
-        for strategy in first:
-            choice[node] = int(strategy)
-            labels.append(_labels(edges, choice))
-        choice[node] = current
-        return labels, sort
-
-    def change(self, node: int, old: int, choice: list[int], groups: Sequence[Sequence[Edge]]) -> None:
-        """Records that a node has left its `old` strategy."""
-        new = choice[node]
-        for index, budget in enumerate(self.problem.budgets):
-            if (nbytes := budget.nbytes.get(node)) is not None:
-                self.usage[index] += float(nbytes[new] - nbytes[old])
-            for edges in groups:
-                copies = budget.copies.get(edges[0].group)
-                if copies is not None:
-                    self.usage[index] += _nbytes(copies, _labels(edges, choice))
-                    choice[node] = old
-                    self.usage[index] -= _nbytes(copies, _labels(edges, choice))
-                    choice[node] = new
-
-
-def _labels(edges: Sequence[Edge], choice: Sequence[int]) -> dict[object, None]:
-    """The placements that a group is copied to under an answer, each once, in order."""
-    return dict.fromkeys(label for edge in edges if (label := edge.copies(choice)) is not None)
-
-
-def _nbytes(copies: Mapping[object, float], labels: Iterable[object]) -> float:
-    return sum(copies.get(label, 0.0) for label in labels)
+    def change(self, nbytes: Floats, old: int, new: int) -> None:
+        """Records that a node of these bytes has left its `old` strategy."""
+        self.usage += nbytes[:, new] - nbytes[:, old]

@@ -18,7 +18,8 @@ or 1. One of the rows of an edge follows from the others, and is left out.
 
 A group pays the mean of its readers' e until `_share` makes it pay the maximum. There w is stated as what it has beyond
 the mean, which leaves the costs of e as they were: where the relaxation ended before is where it goes on. It begins at
-prices near its optimum (passes/solver/dual_ascent.py).
+prices near its optimum (passes/solver/dual_ascent.py), or, where other budgets of the same strategies were asked for
+before, where that relaxation ended (`Bases`).
 
 Reshardings are shortest paths, so a pair (i, j) that a third placement lies between needs no variable: the first two
 rows of a placement become one balance, what is made or arrives there equals what is read or goes on (transshipment).
@@ -46,7 +47,7 @@ from passes.solver.budget_rows import BudgetRows
 from passes.solver.dual_ascent import Messages, Way
 from passes.solver.edge_flows import Flow, Shapes, flows
 from passes.solver.factors import Prices
-from passes.solver.linear_program import Basis, Floats, Indices, LinearProgram, Outcome
+from passes.solver.linear_program import Bases, Basis, Floats, Indices, LinearProgram, Outcome
 from passes.solver.problem import ShardingProblem
 from passes.solver.sum_rows import add_sum
 
@@ -144,6 +145,8 @@ class StrategyProgram:
         ]
         if self.arrays.columns > _LARGE and not whole and not least_memory:
             self._price()
+        if problem.budgets and not whole and not least_memory:
+            self.arrays.begins(problem.memory.kept(Bases), np.concatenate(finite).tobytes())
         self.budgets = BudgetRows(problem, self.arrays, self.allowed, self.strategies, self.most)
         self.objective, self.bound = np.inf, -np.inf
         self.values: Floats = np.zeros(0)

@@ -11,6 +11,8 @@ import pytest
 
 from passes.errors import OverBudgetError
 from passes.solver import Budget, NotCheaperError, ShardingProblem, SolverOptions, branching, solve
+from passes.solver.formulation import StrategyProgram
+from passes.solver.problem import Memory
 from tests.passes.solver import test_intra_op, test_sums
 
 EXACT = SolverOptions(tie_radius=None, gap=0.0)
@@ -125,3 +127,15 @@ def test_budgets_that_nothing_keeps_are_said_to_be_impossible(seed: int) -> None
     with pytest.raises(OverBudgetError, match="memory limit") as caught:
         solve(impossible, EXACT)
     assert not isinstance(caught.value, NotCheaperError)
+
+
+@pytest.mark.parametrize("seed", POSSIBLE[:6])
+def test_a_relaxation_under_other_budgets_begins_where_the_last_one_ended(seed: int) -> None:
+    first, _ = problem_of(seed)
+    looser = (replace(budget, limit=1.1 * budget.limit) for budget in first.budgets)
+    second = replace(first, budgets=(*looser, replace(first.budgets[0], copies={})))
+    assert StrategyProgram(first).run(gap=0.0) == "optimal"
+    again, alone = StrategyProgram(second), StrategyProgram(replace(second, memory=Memory()))
+    assert [program.run(gap=0.0) for program in (again, alone)] == ["optimal", "optimal"]
+    assert again.objective == pytest.approx(alone.objective, rel=1e-9)
+    assert again.iterations < alone.iterations

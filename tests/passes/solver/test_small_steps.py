@@ -13,6 +13,7 @@ from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.edge_flows import direct
 from passes.solver.linear_program import LinearProgram
 from passes.solver.pulp_solver import minimise, solver_named
+from tests.passes.solver.test_branching import problem_of
 from tests.passes.solver.test_intra_op import random_problem
 
 
@@ -27,6 +28,22 @@ def test_no_single_step_betters_a_polished_answer(seed: int) -> None:
         for other in range(seconds.size):
             step = (*polished[:node], other, *polished[node + 1 :])
             assert problem.evaluate(polished) <= problem.evaluate(step) + 1e-15
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_single_step_within_the_budgets_betters_a_polished_answer(seed: int) -> None:
+    problem, _ = problem_of(seed)
+    start = [int(np.argmin(seconds)) for seconds in problem.seconds]
+    polished = coordinate_descent(problem, start)
+    if problem.fits(start):
+        assert problem.fits(polished)
+        assert problem.evaluate(polished) <= problem.evaluate(start)
+    for node, seconds in enumerate(problem.seconds):
+        for other in range(seconds.size):
+            step = (*polished[:node], other, *polished[node + 1 :])
+            if problem.fits(step) and np.isfinite(problem.evaluate(step)):
+                assert problem.fits(polished)
+                assert problem.evaluate(polished) <= problem.evaluate(step) + 1e-15
 
 
 @pytest.mark.parametrize("seed", range(10))
