@@ -3,9 +3,10 @@
 Products, sums, collectives and loops write what they make. What lies between them, elementwise or rearranged, is
 computed again in every kernel that reads it where that takes no longer than to write it once and read it in each: time
 is counted as the bytes that memory moves in it, a launch's and, where it is longer than that of a kernel's own bytes,
-computing's, too. So softmax and normalisation leave no copies in a wider type behind, and small programs hardly any,
-but a large tanh is written. A sum of columns has few blocks, which read slowly: what it adds up is written first where
-that is less than what it follows from. Longer columns are added in parts, by many blocks.
+computing's, too. Behind that, what else a kernel reads is hidden: the tanh of a GELU in float32 is computed again on
+H100, and written in bfloat16. So softmax and normalisation leave no copies in a wider type behind, and small programs
+hardly any, but a large tanh is written. A sum of columns has few blocks, which read slowly: what it adds up is written
+first where that is less than what it follows from. Longer columns are added in parts, by many blocks.
 
 Reference: XLA's PriorityFusion and GpuPerformanceModel, as of jaxlib 0.10.
 """
@@ -121,9 +122,39 @@ class _Fusion:
         read = sum(self._source_nbytes(o) for o in set(operation.operands))
         work = self._work_nbytes(index)
         beside = [self.sizes[root] for root in roots]
-        again = sum(max(nbytes + read, work) for nbytes in beside)
+        if any(nbytes + read < work for nbytes in beside):
+            return self._is_computed_again(index, roots, work)
+        again = sum(nbytes + read for nbytes in beside)
         once = max(read + self.sizes[index], work) + sum(nbytes + self.sizes[index] for nbytes in beside)
         return again <= once + self.arithmetic.launch_nbytes
+
+    def _is_computed_again(self, index: int, roots: set[int], work: float) -> bool:
+        """Whether an operation of so much work is computed in every kernel that reads it, all that these read counted:
+        a kernel reads while it computes.
+        """
+        size, sources = self.sizes[index], self._sources(index)
+        again, once = 0.0, max(self._sum_nbytes(sources) + size, work) + self.arithmetic.launch_nbytes
+        for root in roots:
+            beside = self._sources(root, without=index)
+            again += max(self.sizes[root] + self._sum_nbytes(beside | sources), work)
+            once += self.sizes[root] + self._sum_nbytes(beside) + size
+        return again <= once
+
+    def _sources(self, index: int, without: int = -1) -> set[int]:
+        """The arrays that a kernel with this root reads, but for those that it reads for one operation alone."""
+        sources, seen, pending = set[int](), {without}, list(self.operations[index].operands)
+        while pending:
+            if (o := pending.pop()) in seen:
+                continue
+            seen.add(o)
+            if self.written[o] or self.is_fixed[o] or self.operations[o].kind not in FUSIBLE:
+                sources.add(o)
+            else:
+                pending.extend(self.operations[o].operands)
+        return sources
+
+    def _sum_nbytes(self, arrays: Iterable[int]) -> int:
+        return sum(self.sizes[o] for o in arrays)
 
     def _is_copied(self, index: int) -> bool:
         """Whether an operation follows from a copy in another order alone."""

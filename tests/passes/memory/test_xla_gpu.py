@@ -264,6 +264,28 @@ def test_a_tanh_is_written_once_for_two_readers_and_a_root_computed_in_both() ->
     assert 1 not in {kernel.operation for kernel in fuse(chain("tanh"), (4, 5), arithmetic=l4)}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "device", "is_written"),
+    [("float32", "h100", False), ("bfloat16", "h100", True), ("float32", "a100", True)],
+)
+def test_what_kernels_read_beside_a_tanh_is_hidden_behind_computing_it(
+    dtype: str, device: str, is_written: bool
+) -> None:
+    """As XLA writes the tanh of `jax.nn.gelu` for the backward pass, compiled with jaxlib 0.10.2."""
+    wide = (8192, 2048)
+    every = (
+        Operation("input", (), wide, dtype, -1, tag=0),
+        Operation("input", (), wide, dtype, -1, tag=1),
+        Operation("expensive", (0,), wide, dtype, -1, tag=("tanh",)),
+        Operation("elementwise", (0, 2), wide, dtype, -1, tag=("multiply",)),
+        Operation("elementwise", (0, 2), wide, dtype, -1, tag=("add",)),
+        Operation("elementwise", (1, 4), wide, dtype, -1, tag=("multiply",)),
+        *(Operation("dot", (o, o), wide, dtype, -1, tag=MATRIX) for o in (3, 5)),
+    )
+    kernels = fuse(every, (6, 7), arithmetic=WEIGHTS[device].arithmetic)
+    assert (2 in {kernel.operation for kernel in kernels}) == is_written
+
+
 @pytest.mark.parametrize(("rows", "is_written"), [(16, False), (4096, True)])
 def test_a_tanh_is_computed_twice_where_that_is_less_than_a_launch(rows: int, is_written: bool) -> None:
     shape = (rows, 256)
