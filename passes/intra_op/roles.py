@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -148,9 +150,15 @@ def _batch_classes(
         for before, after in _onward(subproblem):
             onward[before].append(after)
             back[after].append(before)
-    reached = _reached([_Dim(root.number, value, dim) for value, dim in batch.items()], onward)
     weighty = _reached([_Dim(root.number, v, d) for v in parameters for d in range(root.graph.types[v].rank)], onward)
-    rows = {root.graph.types[value].shape[dim] for value, dim in batch.items()}
+    for before, after in itertools.chain.from_iterable(map(_moved, root.all())):
+        onward[before].append(after)
+        back[after].append(before)
+    reached = _reached([_Dim(root.number, value, dim) for value, dim in batch.items()], onward)
+    # Of a batch in microbatches, rows are drawn for all of them before the loop.
+    rows = {
+        math.prod(root.graph.types[value].shape[first : dim + 1]) for value, dim in batch.items() for first in {0, dim}
+    }
     for value in _drawn(root, rows):
         drawn = _reached([_Dim(root.number, value, 0)], onward)
         if weighty.isdisjoint(drawn):  # noise on weights is none
@@ -238,6 +246,23 @@ def _onward(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
                 yield from ((_Dim(number, value, d), classes[f]) for d, f in enumerate(factors) if f >= 0)
             for value, factors in zip(node.outputs, rule.results, strict=True):
                 yield from ((classes[f], _Dim(number, value, d)) for d, f in enumerate(factors) if f >= 0)
+
+
+def _moved(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
+    """The pairs of dimensions along which operands' elements go on in another order or number."""
+    grouping, number = subproblem.grouping, subproblem.number
+    for index, (node, rule) in enumerate(zip(subproblem.graph.nodes, grouping.rules, strict=True)):
+        operator_group_number = grouping.operator_group_of(node)
+        if not rule.moves or operator_group_number is None:
+            continue
+        operator_group = grouping.operator_groups[operator_group_number]
+        at = subproblem.first + operator_group_number
+        for (operand, before, after), (value, factors) in itertools.product(
+            rule.moves, list(zip(node.outputs, rule.results, strict=True))
+        ):
+            cls = operator_group.factor_classes[index][factors[after]] if factors[after] >= 0 else -1
+            to = _Class(at, operator_group.find(cls)) if cls >= 0 else _Dim(number, value, after)
+            yield _Dim(number, node.inputs[operand], before), to
 
 
 def _through_ports(subproblem: Subproblem, index: int) -> Iterator[tuple[_Place, _Place]]:

@@ -12,6 +12,7 @@ once. Equal operator groups of one program or of several share a table as long a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,11 @@ __all__ = ["PARTIAL", "AxisChoice", "GroupSignature", "Strategy", "Table", "Tabu
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Types = tuple[TensorType, ...]
+
+MOST_CLASSES = 12
+"""Classes of one operator group from which an axis may choose, at most: with two axes there are twice their square of
+choices. Steps of 88 kinds have up to 7; a scan by halving (`lax.associative_scan`) has some for each half, of which it
+had 47 at 256 elements, and planning took a minute for the halves of halves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,9 +369,28 @@ def signature_of(
         classes=tuple(
             [tuple([operator_group.find(cls) for cls in operator_group.factor_classes[member]]) for member in members]
         ),
-        options=tuple(operator_group.classes),
+        options=_largest(operator_group, graph, grouping),
         light=operator_group.light,
         unread=frozenset([(m, o) for m, node in enumerate(nodes) for o, v in enumerate(node.inputs) if v in remade]),
         unwritten=frozenset([k for value, k in inside.items() if value in remade]),
     )
     return shape, list(inside), list(read)
+
+
+def _largest(operator_group: OperatorGroup, graph: Graph, grouping: Grouping) -> tuple[int, ...]:
+    """The classes that axes may have, in order of appearance: of very many those that most elements are made along,
+    and those of inputs and of what the user places.
+    """
+    classes = operator_group.classes
+    if len(classes) <= MOST_CLASSES:
+        return tuple(classes)
+    sizes = Counter[int]()
+    kept = {operator_group.find(cls) for value in operator_group.inputs for cls in operator_group.value_classes[value]}
+    for member in operator_group.members:
+        ours = {operator_group.find(cls) for cls in operator_group.factor_classes[member]}
+        elements = sum(graph.types[value].size for value in graph.nodes[member].outputs)
+        sizes.update(dict.fromkeys(ours, elements))
+        if grouping.rules[member].is_bound:
+            kept |= ours
+    kept.update(sorted(classes, key=lambda cls: -sizes[cls])[:MOST_CLASSES])
+    return tuple([cls for cls in classes if cls in kept])

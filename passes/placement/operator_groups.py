@@ -145,7 +145,11 @@ class _Grouper:
         self.roots: dict[int, int] = {}
         self.free: set[int] = set()
         self.followers: dict[tuple[int, Phase, bool], int] = {}
-        once = (v for v in graph.inputs if len(graph.consumers.get(v, ())) == 1 and v not in graph.returned)
+        # What arrives where the user has it may be brought elsewhere before it is read, as by an operator that takes
+        # a dimension whole.
+        placed_by_user = {graph.inputs[position] for position in graph.pinned}
+        free = (v for v in graph.inputs if v not in graph.returned and v not in placed_by_user)
+        once = (v for v in free if len(graph.consumers.get(v, ())) == 1)
         self.single = {v for v in once if not inside and graph.consumers[v][0] not in controls}
         self.sizes = {id(type): type.size for type in {id(type): type for type in graph.types}.values()}
         self.scalar: dict[int, bool] = {}
@@ -262,13 +266,19 @@ class _Grouper:
         return any(not self.rules[r].light and phase(nodes[r]) == operator_group.phase for r in readers)
 
     def _adds(self, index: int, operands: Sequence[int], when: Phase) -> bool:
-        """Whether a node adds up results of heavy operators of its own phase, or sums of those."""
+        """Whether a node adds up results of heavy operators of its own phase, in whatever order, or sums of those."""
         if not self.rules[index].adds:
             return False
-        sources = [
-            self.operator_groups[number] if (number := self.home.get(value)) is not None else None for value in operands
-        ]
+        numbers = [self.home.get(self._as_made(value)) for value in operands]
+        sources = [self.operator_groups[number] if number is not None else None for number in numbers]
         return all(source and source.phase == when and (source.adds or not source.light) for source in sources)
+
+    def _as_made(self, value: int) -> int:
+        """The value before it was put in another order, as the gradient of a weight that is read transposed."""
+        while (maker := self.graph.producers.get(value)) is not None and self.rules[maker].permutes:
+            (read,) = self.graph.nodes[maker].inputs
+            value = self.roots.get(read, read)
+        return value
 
     def _rank(self, value: int) -> tuple[int, bool, int]:
         number = self.home.get(value)

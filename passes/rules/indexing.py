@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node
-from passes.rules.registry import ShardingRule, Types, build, rule
+from passes.rules.registry import ShardingRule, Types, build, moved, rule
 
 
 @rule("gather")
@@ -38,7 +38,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         if sizes[in_operand] == operand.shape[in_operand] and in_operand not in numbers["start_index_map"]:
             source[in_operand] = result[in_result] = f"w{in_operand}"
     summable = results[0].dtype.startswith(("float", "bfloat", "int", "uint"))
-    selected = _selected(numbers["start_index_map"], numbers["collapsed_slice_dims"]) if summable else {}
+    picked = _selected(numbers["start_index_map"], numbers["collapsed_slice_dims"])
+    selected = picked if summable else {}
     for in_operand, label in selected.items():
         source[in_operand] = label
     fills = "FILL" in str(node.params["mode"])  # with a number in place of what is beyond, of each summand
@@ -50,7 +51,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         light=False,
         sparse=(0,),
     )
-    return replace(base, localized=True)
+    return replace(base, localized=True, moves=tuple([(0, d, to) for d in picked for to in result_batch]))
 
 
 _SCATTERS = {
@@ -117,11 +118,12 @@ def _selected(mapped: tuple[int, ...], collapsed: tuple[int, ...]) -> dict[int, 
 
 @rule("dynamic_slice")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    pairs = zip(operands[0].shape, results[0].shape, strict=True)
+    pairs = list(zip(operands[0].shape, results[0].shape, strict=True))
     labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
     starts = [(t, ()) for t in operands[1:]]
     base = build([(operands[0], labels), *starts], [(results[0], labels)], linear=((0,),), flops=0.0, sparse=(0,))
-    return replace(base, localized=True, shape_parameter="slice_sizes")
+    moves = moved(*(d for d, (a, b) in enumerate(pairs) if a > b > 1))
+    return replace(base, localized=True, shape_parameter="slice_sizes", moves=moves)
 
 
 @rule("dynamic_update_slice")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node
-from passes.rules.registry import ShardingRule, Types, build, rule
+from passes.rules.registry import ShardingRule, Types, build, moved, rule
 
 _KINDS = {
     "reduce_sum": "add",
@@ -73,4 +73,5 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     rank = operands[0].rank
     along = cast("int", node.params[_SORTED[node.primitive]]) % rank
     labels = [None if d == along else d for d in range(rank)]
-    return build([(t, labels) for t in operands], [(t, labels) for t in results], light=False)
+    base = build([(t, labels) for t in operands], [(t, labels) for t in results], light=False)
+    return replace(base, moves=moved(along, operands=len(operands)))

@@ -59,6 +59,8 @@ class ShardingRule:
     `accumulates`      it adds up cotangents of one value, in whatever order
     `splits`           (a dimension of the operand whose first part is the result's first, that of the result with the
                        rest of it)
+    `moves`            (an operand, a dimension of it, one of results), of which one is never cut, though the elements
+                       along them are the same in another order or number: a batch goes on as one
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
     """
@@ -87,6 +89,7 @@ class ShardingRule:
     draws: bool = False
     accumulates: bool = False
     splits: tuple[tuple[int, int], ...] = ()
+    moves: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def is_product(self) -> bool:
@@ -357,6 +360,11 @@ def build(
         light=light,
         sparse=sparse,
     )
+
+
+def moved(*dims: int, operands: int = 1) -> tuple[tuple[int, int, int], ...]:
+    """The moves of the first operands along dimensions that the results have in the same place."""
+    return tuple([(operand, dim, dim) for operand in range(operands) for dim in dims])
 
 
 def size_of(shape: Sequence[int]) -> int:

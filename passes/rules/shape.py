@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node
-from passes.rules.registry import ShardingRule, Types, build, rule
+from passes.rules.registry import ShardingRule, Types, build, moved, rule
 
 
 @rule("transpose")
@@ -49,13 +50,16 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     result_labels: list[int | None] = [None] * len(after)
     sizes: dict[Hashable, int] = {}
     splits: list[tuple[int, int]] = []
+    moves: list[tuple[int, int, int]] = []
     for group, (i, j) in enumerate(_major_pairs(before, after)):
         if j == 0 and after[0] < before[i]:
             splits.append((order[i], next(d for d in range(1, len(after)) if after[d] > 1)))
+        minor = (d for d in range(i + 1, len(before)) if before[d] > 1 and math.prod(before[i : d + 1]) <= after[j])
+        moves += [(0, order[d], j) for d in minor]
         operand_labels[order[i]] = result_labels[j] = group
         sizes[group] = min(before[i], after[j])
     base = build([(operands[0], operand_labels)], [(results[0], result_labels)], sizes=sizes, linear=((0,),), flops=0.0)
-    return replace(base, localized=True, shape_parameter="new_sizes", splits=tuple(splits))
+    return replace(base, localized=True, shape_parameter="new_sizes", splits=tuple(splits), moves=tuple(moves))
 
 
 def _major_pairs(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -105,14 +109,15 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         linear=((0,),),
         flops=0.0,
     )
-    return replace(base, localized=True)
+    return replace(base, localized=True, moves=moved(*(d for d, (a, b) in enumerate(pairs) if a > b > 1)))
 
 
 @rule("rev")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     turned = cast("tuple[int, ...]", node.params["dimensions"])
     labels = [None if d in turned else d for d in range(operands[0].rank)]
-    return build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    base = build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    return replace(base, moves=moved(*turned))
 
 
 @rule("pad")
@@ -120,7 +125,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     config = cast("tuple[tuple[int, int, int], ...]", node.params["padding_config"])
     # Padding by -1 and 1 keeps the size too, and moves every element.
     labels = [None if any(padding) else d for d, padding in enumerate(config)]
-    return build([(operands[0], labels), (operands[1], ())], [(results[0], labels)], linear=((0, 1),), flops=0.0)
+    base = build([(operands[0], labels), (operands[1], ())], [(results[0], labels)], linear=((0, 1),), flops=0.0)
+    return replace(base, moves=moved(*(d for d, padding in enumerate(config) if any(padding))))
 
 
 @rule("concatenate")
@@ -128,7 +134,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     along = cast("int", node.params["dimension"])
     labels = [None if d == along else d for d in range(results[0].rank)]
     every = tuple(range(len(operands)))
-    return build([(t, labels) for t in operands], [(results[0], labels)], linear=(every,), flops=0.0)
+    base = build([(t, labels) for t in operands], [(results[0], labels)], linear=(every,), flops=0.0)
+    return replace(base, moves=moved(along, operands=len(operands)))
 
 
 @rule("stack")
@@ -151,14 +158,16 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     along = cast("int", node.params["axis"])
     labels = [None if d == along else d for d in range(operands[0].rank)]
-    return build([(operands[0], labels)], [(t, labels) for t in results], linear=((0,),), flops=0.0)
+    base = build([(operands[0], labels)], [(t, labels) for t in results], linear=((0,),), flops=0.0)
+    return replace(base, moves=moved(along))
 
 
 @rule("tile")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     repeats = cast("tuple[int, ...]", node.params["reps"])
     labels = [d if count == 1 else None for d, count in enumerate(repeats)]
-    return build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    base = build([(operands[0], labels)], [(results[0], labels)], linear=((0,),), flops=0.0)
+    return replace(base, moves=moved(*(d for d, count in enumerate(repeats) if count > 1)))
 
 
 @rule("device_put")

@@ -199,13 +199,13 @@ class MiniBuckets:
             else:
                 parts.append([factor])
         if len(parts) == 1:
-            return [total(parts[0])]
+            return [total(parts[0], node)]
         self.is_exact = False
-        sums = [total(part) for part in parts]
+        sums = [total(part, node) for part in parts]
         least_seconds = [part.least(node) for part in sums]
         mean = np.mean(least_seconds, axis=0)
         return [
-            total([part, Factor.of_node(node, mean - part_least)])
+            total([part, Factor.of_node(node, mean - part_least)], node)
             for part, part_least in zip(sums, least_seconds, strict=True)
         ]
 

@@ -174,27 +174,32 @@ def scope(factors: Iterable[Factor]) -> dict[int, Indices]:
     return {node: classes(arrays) for node, arrays in arrays_of.items()}
 
 
-def total(factors: Sequence[Factor]) -> Factor:
-    """The sum of factors, one or more."""
+def total(factors: Sequence[Factor], node: int) -> Factor:
+    """The sum of factors, one or more, over the nodes whose strategies it tells apart, and `node`.
+
+    Others would be dimensions of one entry, and NumPy has 64 at most.
+    """
     if len(factors) == 1:
         return factors[0]
-    among = scope(factors)
+    among = {n: node_classes for n, node_classes in scope(factors).items() if n == node or node_classes.any()}
     nodes = tuple(sorted(among))
     place = {node: axis for axis, node in enumerate(nodes)}
-    table = np.zeros([int(among[node].max()) + 1 for node in nodes])
+    table = np.zeros([int(among[n].max()) + 1 for n in nodes])
     for factor in factors:
         index: list[Indices] = []
-        for node, class_array in zip(factor.nodes, factor.classes, strict=True):
-            narrower = np.zeros(table.shape[place[node]], dtype=np.intp)
-            narrower[among[node]] = class_array
+        for n, class_array in zip(factor.nodes, factor.classes, strict=True):
+            narrower = class_array[:1]
+            if n in place:
+                narrower = np.zeros(table.shape[place[n]], dtype=np.intp)
+                narrower[among[n]] = class_array
             index.append(narrower)
-        order = np.argsort([place[node] for node in factor.nodes])
-        part = factor.table[np.ix_(*index)].transpose(order)
+        told_apart = [n for n in factor.nodes if n in place]
+        part = factor.table[np.ix_(*index)].reshape([table.shape[place[n]] for n in told_apart])
         shape = [1] * len(nodes)
-        for node in factor.nodes:
-            shape[place[node]] = table.shape[place[node]]
-        table += part.reshape(shape)
-    return Factor(nodes=nodes, classes=tuple(among[node] for node in nodes), table=table)
+        for n in told_apart:
+            shape[place[n]] = table.shape[place[n]]
+        table += part.transpose(np.argsort([place[n] for n in told_apart])).reshape(shape)
+    return Factor(nodes=nodes, classes=tuple(among[n] for n in nodes), table=table)
 
 
 def groups(

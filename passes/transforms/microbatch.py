@@ -159,8 +159,9 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
                 f"leave out microbatches=, or {OTHERWISE}",
             )
         )
-    # What was computed for the loop is not computed again for what comes after it.
-    after_loop = around.after - {i for i in around.after if i in around.up_front and i not in walk.later}
+    # What was computed for the loop is not computed again for what comes after it, but for what costs nothing.
+    known = {i for i in around.up_front - walk.later if not is_free(graph, i)}
+    after_loop = around.after - known
     _check_order(graph, [i for i in effects if i in around.up_front], [i for i in effects if i in after_loop], count)
     return Split(
         count=count,

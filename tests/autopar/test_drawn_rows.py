@@ -60,6 +60,14 @@ def test_a_generator_is_trained_on_rows_of_its_own_on_each_device():
     assert sent == {("all_reduce", NOISE * WIDTH * 4), ("all_reduce", WIDTH * 4)}
 
 
+def test_rows_that_are_drawn_for_all_microbatches_are_cut():
+    """They are drawn before the loop, where there were as many as of no microbatch."""
+    state, x = jax.eval_shape(lambda: state_of(ROWS))["adversarial"], jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    step = autopar.parallelize(adversarial, planner=autopar.DataParallel(), cluster="8:a100-80g", microbatches=2)
+    sent = {(collective.kind, collective.nbytes) for collective in step.plan(state, x).collectives}
+    assert {nbytes for kind, nbytes in sent if kind == "all_reduce"} == {NOISE * WIDTH * 4, WIDTH * 4}
+
+
 def test_noise_on_weights_is_no_batch():
     state, x = jax.eval_shape(lambda: state_of(ROWS))["private"], jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
     plan = autopar.parallelize(private, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(state, x)

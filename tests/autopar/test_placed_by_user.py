@@ -187,6 +187,19 @@ def test_shardings_of_arguments_and_results_bind_the_search(name: str, microbatc
     assert again is None or pieces(again[0]["w"]) == pieces(mine[0]["w"])
 
 
+@pytest.mark.parametrize("name", ["concatenate", "cumsum", "rev"])
+def test_rows_that_come_cut_may_be_read_whole(name: str):
+    """An input that one operator alone reads lay as that operator takes it: what it takes whole was refused cut."""
+    read = {
+        "concatenate": lambda x, y: jnp.concatenate([x, y]),
+        "cumsum": lambda x, y: jnp.cumsum(x, 0) + y,
+        "rev": lambda x, y: x[::-1] + y,
+    }[name]
+    rows = NamedSharding(mesh((8,), names=("d",)), P("d"))
+    got = autopar.parallelize(read, in_shardings=(rows, rows))(X, X)
+    np.testing.assert_allclose(got, read(X, X), rtol=1e-5)
+
+
 def test_a_planner_that_cannot_take_it_there_says_so():
     whole = autopar.parallelize(step, planner=autopar.DataParallel(), in_shardings=(None, sharding()))
     with pytest.raises(autopar.PlanningError, match="in_shardings"):

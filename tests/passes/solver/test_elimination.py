@@ -10,6 +10,7 @@ import pytest
 from passes.solver import Edge, ShardingProblem, SolverOptions, elimination, factors, lower_bound, solve
 from passes.solver.dominance import without_dominated
 from passes.solver.elimination import Beam, Factors, MiniBuckets, eliminate, enclose
+from passes.solver.factors import Factor, total
 from passes.solver.formulation import StrategyProgram
 from passes.solver.linear_program import LinearProgram
 from passes.solver.lower_bound import lifted, loose, priced, raised
@@ -68,6 +69,17 @@ def optimum(problem: ShardingProblem) -> float:
 
 
 FEASIBLE = [seed for seed in range(24) if np.isfinite(optimum(random_problem(seed)))]
+
+
+def test_a_sum_has_the_nodes_that_it_tells_apart():
+    """It had dimensions of one entry for the rest, of which NumPy has 64: a graph network ended the search."""
+    rng, own = np.random.default_rng(0), np.arange(2)
+    tables = [rng.normal(size=(1, 2)) for _ in range(70)]
+    among = [Factor(nodes=(at, 70), classes=(np.zeros(3, int), own), table=t) for at, t in enumerate(tables)]
+    pair = Factor(nodes=(72, 70, 71), classes=(own, own, np.zeros(3, int)), table=rng.normal(size=(2, 2, 1)))
+    result = total([*among, pair], 70)
+    assert result.nodes == (70, 72)
+    np.testing.assert_allclose(result.table, sum(tables).T + pair.table[:, :, 0].T)
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
