@@ -56,12 +56,17 @@ def lifetimes(
     carried: Mapping[int, int],
     order: Sequence[int] | None = None,
     stored: Callable[[Operation], int] = elements_nbytes,
+    *,
+    copies_late: bool = False,
 ) -> Lifetimes:
     """The lifetimes of all buffers; in a loop's body, output `o` is written over input `carried[o]` (positions of
     both).
+
+    What lies where an output is written is copied if some kernel reads it that need not run before; if `copies_late`,
+    in the `order` of kernels, only if it does not run before.
     """
     order = schedule(program, kernels) if order is None else order
-    return _Allocation(program, kernels, carried, order, stored).run()
+    return _Allocation(program, kernels, carried, order, stored, copies_late=copies_late).run()
 
 
 def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
@@ -101,9 +106,11 @@ class _Allocation:
         carried: Mapping[int, int],
         order: Sequence[int],
         stored: Callable[[Operation], int],
+        *,
+        copies_late: bool,
     ) -> None:
         self.operations, self.inputs, self.outputs = program.operations, program.inputs, program.outputs
-        self.order, self.stored = order, stored
+        self.order, self.stored, self.copies_late = order, stored, copies_late
         self.kernels = {kernel.operation: kernel for kernel in kernels}
         self.at = {operation: position for position, operation in enumerate(self.order)}
         self.names: dict[int, int] = {}
@@ -135,6 +142,22 @@ class _Allocation:
     def _copied(self, carried: Mapping[int, int]) -> list[int]:
         """The carries that are copied first, since some reader does not run before their new value is written."""
         readers = {before: self.readers.get(before, ()) for before in carried.values()}
+        runs_before = self._by_order if self.copies_late else self._by_need(readers)
+        copied: list[int] = []
+        for after, before in carried.items():
+            late = any(not runs_before(reader, after) for reader in readers[before] if reader != after)
+            described, kernel = self.operations[after], self.kernels[after]
+            over = described.operands[:1] if described.kind in ("carry", "update") else kernel.over
+            if late or (before in kernel.reads and before not in over):
+                copied.append(before)
+        return copied
+
+    def _by_order(self, reader: int, after: int) -> bool:
+        """Whether one kernel runs before another."""
+        return self.at[reader] < self.at[after]
+
+    def _by_need(self, readers: Mapping[int, Sequence[int]]) -> Callable[[int, int], bool]:
+        """The function that says of one of the readers of carries whether another kernel needs it."""
         marked = dict.fromkeys(reader for readers_of_value in readers.values() for reader in readers_of_value)
         bits = {reader: 1 << position for position, reader in enumerate(marked)}
         behind: dict[int, int] = {}
@@ -143,14 +166,7 @@ class _Allocation:
             for read in self.kernels[operation].reads:
                 mask |= behind[read]
             behind[operation] = mask
-        copied: list[int] = []
-        for after, before in carried.items():
-            late = any(not behind[after] & bits[reader] for reader in readers[before] if reader != after)
-            described, kernel = self.operations[after], self.kernels[after]
-            over = described.operands[:1] if described.kind in ("carry", "update") else kernel.over
-            if late or (before in kernel.reads and before not in over):
-                copied.append(before)
-        return copied
+        return lambda reader, after: bool(behind[after] & bits[reader])
 
     def run(self) -> Lifetimes:
         """Every buffer, from the first kernel that writes it to the last that reads it."""

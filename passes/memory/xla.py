@@ -51,7 +51,8 @@ class Compiler:
     bytes of an array as it is `stored`, those that fit on the chip itself, the `gaps` between those beside it and the
     `alignment` of each. Where arrays have to lie `beside` the chip up to some moment, what is on the chip is chosen
     before places are. The `tables` of a program take `table_nbytes` each where anything lies beside the chip. A
-    reduce-scatter that is `summed` is an all-reduce of which a part is cut out.
+    reduce-scatter that is `summed` is an all-reduce of which a part is cut out. One that `copies_late` knows the order
+    of kernels when it copies what is read after it was to be written over.
     """
 
     combine: Combine
@@ -65,6 +66,7 @@ class Compiler:
     tables: Callable[[DeviceProgram, Sequence[Kernel], Lifetimes], int] | None = None
     table_nbytes: int = 0
     summed: Summed = never_summed
+    copies_late: bool = False
 
 
 def temporaries(
@@ -197,7 +199,12 @@ class _Region:
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         kernels = self.compiler.fuse(program.operations, program.outputs)
         allocation = lifetimes(
-            program, kernels, interface.carried, self.compiler.schedule(program, kernels), self.compiler.stored
+            program,
+            kernels,
+            interface.carried,
+            self.compiler.schedule(program, kernels),
+            self.compiler.stored,
+            copies_late=self.compiler.copies_late,
         )
         begins, inner, sources = list[int](), list[Span](), list[str]()
         for o in allocation.order:

@@ -34,7 +34,7 @@ def model(weights: Weights) -> Callable[..., Temporaries]:
     order = partial(schedule, hides=weights.from_hopper)
     fusing = partial(fuse, arithmetic=weights.arithmetic)
     combine = partial(_combined, weights=weights, fuse=fusing)
-    compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order)
+    compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order, copies_late=True)
     return partial(xla.temporaries, compiler)
 
 

@@ -251,3 +251,23 @@ def test_an_output_says_what_it_may_be_written_over() -> None:
     every += [operation("expensive", 1, shape=TABLE, name="exponential")]
     _, lifetimes = lived(program(every, [2]))
     assert (lifetimes.written, lifetimes.over) == ((2,), {0: [0]})
+
+
+@pytest.mark.parametrize(
+    ("order", "copies_late", "is_copied"),
+    [([0, 1, 2, 3], False, True), ([0, 1, 2, 3], True, False), ([0, 1, 3, 2], True, True)],
+)
+def test_a_weight_that_a_product_reads_beside_its_update_is_copied_unless_the_order_is_known_to_allow_it(
+    order: list[int], copies_late: bool, is_copied: bool
+) -> None:
+    """As a layer's weight in float32, whose input's gradient and update need not wait for each other."""
+    every = [
+        operation("input", shape=ROWS, tag=0),
+        operation("input", shape=ROWS, tag=1),
+        operation("dot", 0, 1),
+        operation("elementwise", 0, 1, shape=ROWS, name="add"),
+    ]
+    made = program(every, (2, 3))
+    kernels = fuse(made.operations, made.outputs)
+    alive = lifetimes(made, kernels, {1: 0}, order, copies_late=copies_late)
+    assert (0 in [o for buffer in alive.buffers for o in buffer.operations]) == is_copied
