@@ -34,7 +34,6 @@ def coordinate_descent(problem: ShardingProblem, choice: Sequence[int]) -> tuple
         current[node] = int(np.argmin(costs))
         if nbytes is not None:
             usage.change(nbytes, keep, current[node])
-        if problem.budgets:
             stale = [True] * len(current)
         for edge in (edge for edges in around[node] for edge in edges):
             stale[edge.source] = stale[edge.target] = True
