@@ -78,13 +78,6 @@ def check_folder(argument: str, path: Any, use: str) -> None:
             raise ArgumentError(explain(argument, rule, "", remedy))
 
 
-def is_described(device: Any) -> bool:
-    """Whether a device is one that `autopar.topology` describes, to be compiled for: JAX ends the process where it is
-    used (0.10.2).
-    """
-    return device.client.runtime_type == "compile_only_runtime"
-
-
 def not_here(device: Any) -> DeviceError:
     """The error of a call on a device that is described."""
     rule, remedy = "it is described, and nothing runs there", "write .lower(...).compile(), or run it on jax.devices()"

@@ -388,3 +388,8 @@ def key_implementation(dtype: Any) -> str:
 def key_data(key: jax.Array) -> jax.Array:
     """The two 32-bit words of a typed Threefry key."""
     return jax.random.key_data(key)
+
+
+def is_described(device: Device) -> bool:
+    """Whether a device is of a topology, to be compiled for: JAX ends the process where it is used (0.10.2)."""
+    return device.client.runtime_type == "compile_only_runtime"

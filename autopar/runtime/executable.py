@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Sharding
 
 from autopar import jax_compat
-from autopar.errors import is_described, not_here
+from autopar.errors import not_here
 from autopar.jax_compat import Device, PyTreeDef
 from autopar.runtime.argument_groups import Groups
 from autopar.runtime.arrivals import Arrivals
@@ -47,8 +47,8 @@ class Executable:
     def __post_init__(self) -> None:
         given = (self.stacked.get(i, sharding) for i, sharding in enumerate(self.in_shardings))
         object.__setattr__(self, "_in_place", list(given))
-        first = next(iter(self.in_shardings[0].device_set), None) if self.in_shardings else None
-        object.__setattr__(self, "_described", first if first is not None and is_described(first) else None)
+        devices = (device for sharding in self.in_shardings[:1] for device in sharding.device_set)
+        object.__setattr__(self, "_described", next(filter(jax_compat.is_described, devices), None))
 
     def __call__(self, leaves: list[Any]) -> Any:
         if not jax_compat.has_ambient_mesh():
