@@ -1,8 +1,9 @@
 """The reshardings that a compiler may run behind computing, since nothing that is computed beside them waits for them.
 
 A weight is there before the step begins, so it can be gathered ahead of its use (ZeRO-3); the gradient of a weight is
-next read by the update, so it can be reduced while the backward pass goes on. Activations and their gradients are
-waited for. What a loop sums up over microbatches is there when it ends, and nothing is left to reduce it behind.
+next read by the update, so it can be reduced while the backward pass goes on, and with it a loss, which is handed back
+and read by nobody. Activations and their gradients are waited for. What a loop sums up over microbatches is there when
+it ends, and nothing is left to reduce it behind.
 
 No more is hidden than the products take that are computed beside it: on a slow network most of ZeRO-3 is waited for.
 Nothing hides what is read before the first product, as the table of an embedding, or made by the last.
@@ -23,7 +24,7 @@ from passes.sharding import Behind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Background:
     """The values of a graph that are resharded behind computing: `arguments`, or made of one alone and as large, and
-    those of the backward pass that it does not wait for, which are `unawaited`, unless a loop or branch hands them on.
+    those that neither pass waits for, which are `unawaited`, unless a loop or branch hands them on.
 
     `weight` and `gradient` are what each of these is hidden behind, after the node `first` and before the node `last`,
     which have products.
@@ -139,8 +140,8 @@ def _is_for_updates(graph: Graph, value: int) -> bool:
 
 
 def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
-    """The values of the backward pass that it does not wait for: updates alone read them, or they leave, or casts and
-    sums of their size read them of which that holds.
+    """The values of both passes that neither waits for: updates alone read them, or they leave, as a loss does, or
+    casts and sums of their size read them of which that holds.
 
     What a body of a loop makes in the forward pass as well, as a microbatch does, is added up and reduced once after
     it: nothing of it is, unless it leaves.
@@ -149,7 +150,7 @@ def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
     within = not leaving and any(phase(node) == "forward" for node in graph.nodes)
     for index in reversed(range(0 if within else len(graph.nodes))):
         node = graph.nodes[index]
-        if phase(node) != "backward":
+        if phase(node) == "apply":
             continue
         for value in node.outputs:
             readers = set(graph.consumers.get(value, ()))

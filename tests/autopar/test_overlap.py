@@ -56,6 +56,15 @@ def test_gradients_of_weights_are_reduced_behind_computing_and_activations_are_n
     assert all(o.behind is None for o in activations)
 
 
+def test_a_loss_is_reduced_with_the_gradients() -> None:
+    """XLA sends it with the first of them: a program for eight H100 has one all-reduce of all and one number more."""
+    parallel, args = step(False, cluster="8:h100", planner=autopar.DataParallel())
+    (loss,) = (o for o in moves(parallel.plan(*args), parallel, args) if not o.type.shape)
+    assert loss.behind is not None
+    assert loss.behind.combined_nbytes
+    assert loss.behind.flops
+
+
 def test_what_microbatches_sum_up_is_reduced_when_nothing_is_left_to_hide_it() -> None:
     parallel, args = step(False, cluster="8:h100", planner=autopar.DataParallel(), microbatches=2)
     graph = parallel.trace(*args).graph
