@@ -5,33 +5,41 @@ does. A product that reads it wants the dimensions that it takes for one beside 
 not, it reads a copy. Scores of attention whose queries share keys are such: their softmax is made once in the order in
 which values are weighted, and once more, for the backward pass, in that in which gradients of values are summed.
 
+A product's own kernel transposes what it makes. The gradient of weights side by side, as those of experts, that is
+reduced over devices first is transposed behind that: the update of such weights is made in the order of the gradient,
+of arguments that are read in it, and its results are copied to where they belong once all of them are there.
+
 Reference: XLA's LayoutAssignment, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
 from passes.memory.gpu_fusion import COPY, ELEMENTWISE
 from passes.memory.operations import Operation, Shape
 
 
-def copied(operations: Sequence[Operation]) -> tuple[list[Operation], list[int]]:
-    """The operations with copies of what products cannot read as it lies, and the new position of each old one."""
-    return _Orders(operations).run()
+def copied(operations: Sequence[Operation], outputs: Collection[int] = ()) -> tuple[list[Operation], list[int]]:
+    """The operations with copies of what products cannot read as it lies, and of outputs that do not lie in order, and
+    the new position of each old one.
+    """
+    return _Orders(operations, frozenset(outputs)).run()
 
 
 class _Orders:
     """The dimensions of operations from the slowest in memory to the fastest, where they are not in that order.
 
-    `laid` are results of products that are copied into the order of what is computed from them and from others.
+    `begun` has the transpose that an order comes from; `laid` are results of products that are copied into the order of
+    what is computed from them and from others.
     """
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
-        self.operations = operations
+    def __init__(self, operations: Sequence[Operation], outputs: frozenset[int]) -> None:
+        self.operations, self.outputs = operations, outputs
         self.orders: dict[int, Shape] = {}
+        self.begun: dict[int, int] = {}
         self.laid: set[int] = set()
         self.readers: dict[int, list[int]] = {}
         for index, operation in enumerate(operations):
@@ -60,7 +68,23 @@ class _Orders:
             if index in self.laid:
                 laid[index] = len(changed)
                 changed.append(_copy(operation, place[index]))
+        for outputs in self._returned():
+            made = [place[output] for output in outputs]
+            for output, at in zip(outputs, made, strict=True):
+                beside = tuple(other for other in made if other != at)
+                place[output] = len(changed)
+                changed.append(self.operations[output]._replace(kind="opaque", operands=(at, *beside), tag=(COPY, at)))
         return changed, place
+
+    def _returned(self) -> list[list[int]]:
+        """The outputs that lie in another order, those together of which none is copied before all are there: what
+        follows from one product is made by one kernel.
+        """
+        returned: dict[int, list[int]] = {}
+        for output in sorted(self.outputs):
+            if output in self.orders and self.operations[output].kind in ELEMENTWISE:
+                returned.setdefault(self.begun[output], []).append(output)
+        return list(returned.values())
 
     def _begin(self, index: int) -> None:
         """The order of a transpose of products side by side that is read element by element."""
@@ -69,10 +93,21 @@ class _Orders:
         inverse = tuple(order.index(d) for d in range(len(order)))
         moved = [d for d in inverse if operation.shape[d] > 1]
         fixed = next((n for n, (d, e) in enumerate(zip(moved, sorted(moved), strict=True)) if d != e), len(moved))
-        if not fixed or fixed == len(moved) or self._product(operation.operands[0]) < 0:
+        if not fixed or fixed == len(moved) or self._product(self._sent(operation.operands[0])) < 0:
             return
         if all(self.operations[reader].kind in ELEMENTWISE for reader in self.readers.get(index, ())):
-            self.orders[index] = inverse
+            self.orders[index], self.begun[index] = inverse, index
+
+    def _is_sent(self, alike: Iterable[int]) -> bool:
+        """Whether what lies in another order was sent before: a product's own kernel transposes what it makes."""
+        begun = (self.begun[o] for o in alike if o in self.begun)
+        return any(self._product(self.operations[first].operands[0]) < 0 for first in begun)
+
+    def _sent(self, index: int) -> int:
+        """The operation that one follows from by conversions and all-reduces alone."""
+        while (operation := self.operations[index]).is_conversion or operation.name == "all_reduce":
+            (index,) = operation.operands
+        return index
 
     def _product(self, index: int) -> int:
         """The product of which an operation is another view, -1 for anything else."""
@@ -99,9 +134,10 @@ class _Orders:
                 pending.extend(o for o in described.operands if o not in behind and o not in self.orders)
             elif self._product(other) >= 0:
                 products.add(other)
-            else:
-                return  # an argument, say, lies as it lies
+            elif described.kind != "input" or not self._is_sent(alike):
+                return  # it lies as it lies
         self.orders |= dict.fromkeys((index, *behind), order)
+        self.begun |= dict.fromkeys((index, *behind), next(self.begun[o] for o in alike if o in self.begun))
         self.laid |= products
 
     def _transposed(self, index: int, moved: Operation) -> Operation:

@@ -52,7 +52,7 @@ def _combined(
     fused = [o._replace(kind="reduce") if s else o for o, s in zip(sliced, sums, strict=True)]
     wide, first = (fused, range(len(fused))) if weights.from_hopper else widened(fused)
     summed, at = reassociated(wide, [first[o] for o in outputs])
-    ordered, beside = copied(summed)
+    ordered, beside = copied(summed, [at[first[o]] for o in outputs])
     changed, place = split(viewed(laid_out(ordered)), weights)
     joined, moved = combined(changed, [place[beside[at[first[o]]]] for o in outputs], fuse)
     return joined, tuple(moved[place[beside[at[p]]]] for p in first)

@@ -72,6 +72,46 @@ def test_a_product_joins_others_in_their_order_by_one_copy_which_is_written_once
     assert place[13] in written  # read element by element in another order, twice
 
 
+def update(*, reduced: bool) -> tuple[list[Operation], tuple[int, int]]:
+    """Weights [experts, in, out] and their momentum, updated by a gradient that is [experts, out, in] as a product, and
+    the two results.
+    """
+    shape: Shape = (HEADS, TOKENS, FEATURES)
+    made: Shape = (HEADS, FEATURES, TOKENS)
+    every = [
+        *(operation("input", shape=shape, tag=i) for i in range(2)),
+        operation("input", shape=(HEADS, GROUP, FEATURES), tag=2),
+        operation("dot", 2, 2, shape=made, tag=MERGED),
+    ]
+    if reduced:
+        every.append(operation("collective", 3, shape=made, name="all_reduce"))
+    gradient = len(every)
+    every.append(operation("transpose", gradient - 1, shape=shape, tag=(0, 2, 1)))
+    every.append(operation("elementwise", 1, gradient, shape=shape, name="add"))
+    every.append(operation("elementwise", 0, gradient + 1, shape=shape, name="subtract"))
+    return every, (gradient + 1, gradient + 2)
+
+
+def test_weights_are_updated_in_the_order_of_a_gradient_that_was_reduced_and_copied_when_all_is_there():
+    every, outputs = update(reduced=True)
+    changed, place = copied(every, outputs)
+    copies_made = [changed[place[output]] for output in outputs]
+    assert all((held.kind, held.name) == ("opaque", COPY) for held in copies_made)
+    (momentum, weights), (after, before) = (held.operands for held in copies_made)
+    assert (changed[momentum].name, changed[weights].name) == ("add", "subtract")
+    assert (after, before) == (weights, momentum), "each copy waits for both"
+    assert changed[weights].operands == (place[0], momentum)
+    written = {kernel.operation for kernel in fuse(changed, [place[output] for output in outputs])}
+    assert written >= {momentum, weights, *(place[output] for output in outputs)}
+
+
+def test_a_products_own_kernel_transposes_the_gradient_that_it_makes():
+    every, outputs = update(reduced=False)
+    changed, place = copied(every, outputs)
+    assert len(changed) == len(every)
+    assert place == list(range(len(every)))
+
+
 def test_a_copy_is_made_by_the_kernel_that_makes_as_much_of_the_same_array():
     shape = (HEADS, TOKENS)
     every = [
