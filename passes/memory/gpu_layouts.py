@@ -28,6 +28,9 @@ def viewed(operations: Sequence[Operation]) -> list[Operation]:
         if operations[source].name == "convolution" or _is_convolved(index, operations, readers):
             changed[index] = _of_images(index, operations, readers, images)
             continue
+        if _is_made_so(index, operations, readers):
+            changed[index] = operation._replace(kind="bitcast")
+            continue
         matrices = _matrices(index, operations, readers)
         if matrices and all(_swaps(operations[source].shape, order, *matrix) for matrix in matrices):
             changed[index] = operation._replace(kind="bitcast")
@@ -48,6 +51,19 @@ def _ends(index: int, operations: Sequence[Operation], readers: dict[int, list[i
         for reader in readers.get(pending.pop(), ()):
             (pending if operations[reader].kind == "bitcast" else ends).append(reader)
     return ends
+
+
+def _is_made_so(index: int, operations: Sequence[Operation], readers: dict[int, list[int]]) -> bool:
+    """Whether a transpose is of a product, for collectives, and nothing else reads that: the product's kernel makes it
+    so.
+    """
+    (source,) = operations[index].operands
+    while len(readers[source]) == 1 and operations[source].kind == "bitcast":
+        (source,) = operations[source].operands
+    if operations[source].kind != "dot" or len(readers[source]) > 1:
+        return False
+    ends = _ends(index, operations, readers)
+    return bool(ends) and all(operations[end].kind == "collective" for end in ends)
 
 
 def _is_convolved(index: int, operations: Sequence[Operation], readers: dict[int, list[int]]) -> bool:

@@ -59,13 +59,15 @@ class Role(IntEnum):
 class Tasks:
     """The tasks of a program; operation -1 stands for a name that the program does not have, as the last task is.
 
-    `reads` and `readers` are tasks, by task.
+    `reads` and `readers` are tasks, by task. `transposed` are the operations that are a product as its kernel writes
+    it, columns for rows, by the product: they are no tasks.
     """
 
     operations: list[int] = field(default_factory=list[int])
     roles: list[Role] = field(default_factory=list[Role])
     reads: list[list[int]] = field(default_factory=list[list[int]])
     readers: list[list[int]] = field(default_factory=list[list[int]])
+    transposed: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     def add(self, operation: int, role: Role, reads: Sequence[int]) -> int:
         """The new task that reads these."""
@@ -100,6 +102,11 @@ def tasks_of(program: DeviceProgram, kernels: Sequence[Kernel]) -> Tasks:
     task_of: dict[int, int] = {}
     for kernel in _at_once(kernels, together, before):
         made, operation = kernel.operation, operations[kernel.operation]
+        if _is_transposed(kernel, operations):
+            (product,) = kernel.reads
+            tasks.transposed.setdefault(product, []).append(made)
+            task_of[made] = task_of[product]
+            continue
         reads = [task_of[r] for r in dict.fromkeys((*before.get(made, ()), *kernel.reads))]
         if operation.kind == "dot":
             reads = [r if tasks.roles[r] == Role.NAME else tasks.add(-1, Role.NAME, [r]) for r in reads]
@@ -119,6 +126,15 @@ def _is_name(operation: Operation, kernel: Kernel) -> bool:
     if operation.kind == "bitcast":
         return kernel.reads == operation.operands
     return operation.kind in (*SOURCES, "part", "result") or (operation.kind, operation.shape) == ("opaque", (0,))
+
+
+def _is_transposed(kernel: Kernel, operations: Sequence[Operation]) -> bool:
+    """Whether a kernel only is a product with columns for rows."""
+    operation = operations[kernel.operation]
+    if operation.kind != "bitcast" or len(operation.shape) != 2 or kernel.reads != operation.operands:
+        return False
+    product = operations[operation.operands[0]]
+    return product.kind == "dot" and operation.shape == product.shape[::-1]
 
 
 def beside(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[int, list[int]]:

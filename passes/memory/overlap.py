@@ -50,7 +50,11 @@ def schedule(program: DeviceProgram, kernels: Sequence[Kernel], *, hides: bool =
     order = ordered(program, kernels, tasks)
     if hides and Role.START in tasks.roles:
         order = _Backwards(tasks, order, *_estimates(program, kernels, tasks)).run()
-    made = [tasks.operations[task] for task in order if tasks.roles[task] != Role.END]
+    made: list[int] = []
+    for task in order:
+        if tasks.roles[task] != Role.END:
+            operation = tasks.operations[task]
+            made.extend((operation, *tasks.transposed.get(operation, ())))
     inputs = [o for o in made if o >= 0 and program.operations[o].kind == "input"]
     return [*inputs, *(o for o in made if o >= 0 and program.operations[o].kind != "input")]
 

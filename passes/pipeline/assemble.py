@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
@@ -32,7 +33,7 @@ def body_of(graph: Graph) -> Graph:
 
 
 def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-    """The devices of each stage. Raises PlanningError unless they fit the cluster."""
+    """The devices of each stage. Raises PlanningError unless they fit the cluster, and warns of devices that are left."""
     call = f"Pipeline(stages={stages!r}" + (f", submeshes={tuple(submeshes)!r})" if submeshes else ")")
     if submeshes and len(submeshes) != stages:
         rule = "there is one submesh for each stage, of one device or more"
@@ -47,6 +48,9 @@ def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> 
     if sum(sizes) > devices:
         rule = f"these are {sum(sizes)} devices, and cluster {cluster.name!r} has {devices}"
         raise PlanningError(explain(call, rule, "", "give the stages fewer devices"))
+    if left := devices - sum(sizes):
+        rule = f"{left:,} of {count(devices, 'device')} of cluster {cluster.name!r} stand idle: no stage has them"
+        warnings.warn(explain(call, rule, "", "give them to a stage, or plan for a smaller cluster"), stacklevel=2)
     return sizes
 
 

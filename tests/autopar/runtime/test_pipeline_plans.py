@@ -140,6 +140,15 @@ def test_what_cannot_be_a_pipeline_is_said(planner: Pipeline, words: str):
         autopar.parallelize(step, planner=planner, cluster="4:a100-80g").plan(state, batch)
 
 
+def test_devices_that_no_stage_has_are_told_of():
+    params, batch = mlp()
+    step = step_of(squared, OPTIMIZERS["sgd"])
+    state = (params, OPTIMIZERS["sgd"].init(params))
+    planner = Pipeline(stages=2, microbatches=2, submeshes=(1, 2))
+    with pytest.warns(UserWarning, match=r"1 of 4 devices of cluster .* stand idle"):
+        autopar.parallelize(step, planner=planner, cluster="4:a100-80g").plan(state, batch)
+
+
 def test_more_stages_than_places_to_cut():
     params, batch = mlp(layers=1)
     step = step_of(squared, OPTIMIZERS["sgd"])

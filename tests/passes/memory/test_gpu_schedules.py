@@ -115,14 +115,17 @@ def test_costs_are_times() -> None:
         operation("elementwise", 0, shape=SQUARE, name="add"),
         operation("opaque", 0, shape=SQUARE, tag=("convolution", 0)),
         Operation("dot", (0, 0), SQUARE, "bfloat16", -1, tag=MATRIX),
+        Operation("input", (), SQUARE, "bfloat16", -1, tag=1),
+        Operation("dot", (4, 4), SQUARE, "float32", -1, tag=MATRIX),
         Operation("dot", (0, 0), SQUARE, "float32", -1, tag=MATRIX),
     ]
-    kernels = [Kernel(operation=o, reads=(0,), over=()) for o in range(1, 5)]
-    loop, library, narrow, wide = (microseconds(kernel, every) for kernel in kernels)
+    kernels = [Kernel(operation=o, reads=(0,), over=()) for o in (1, 2, 3, 5, 6)]
+    loop, library, narrow, widened, wide = (microseconds(kernel, every) for kernel in kernels)
     assert loop == pytest.approx(2 * every[0].nbytes / 3.35e6)
     assert library == 10.0
-    assert narrow == pytest.approx(2 * 1024**3 / 5e8)
-    assert wide > 40 * narrow
+    assert narrow == pytest.approx(4 + 2 * 1024**3 / 5e8)
+    assert wide == pytest.approx(6 + 2 * 1024**3 / 2.1e8)
+    assert widened > 10 * wide
 
 
 def test_products_read_transposed_matrices_as_other_views() -> None:
@@ -142,6 +145,38 @@ def test_products_read_transposed_matrices_as_other_views() -> None:
     assert changed[5].operands == (4,)
     read_by_a_loop = [*every, operation("elementwise", 1, shape=(4, 64, 32), name="negate")]
     assert viewed(read_by_a_loop)[1].kind == "transpose"
+
+
+def test_a_products_kernel_transposes_what_it_makes_for_a_collective_alone() -> None:
+    every = [
+        operation("input", shape=(512, 1024), tag=0),
+        operation("dot", 0, 0, shape=SQUARE, tag=MATRIX),
+        operation("transpose", 1, shape=SQUARE, tag=(1, 0)),
+        Operation("collective", (2,), (128, 1024), "float32", -1, tag=("reduce_scatter", ("x",), "add", -1, 1)),
+    ]
+    assert viewed(every)[2].kind == "bitcast"
+    for reader in (1, 2):
+        assert viewed([*every, operation("elementwise", reader, shape=SQUARE, name="negate")])[2].kind == "transpose"
+
+
+def test_columns_for_rows_of_a_product_are_no_task_and_stand_behind_it() -> None:
+    every = [
+        operation("input", shape=(512, 1024), tag=0),
+        operation("dot", 0, 0, shape=(512, 256), tag=MATRIX),
+        operation("bitcast", 1, shape=(256, 512), tag="transposed"),
+        operation("collective", 2, shape=(256, 64), tag=("reduce_scatter", ("x",), "add", -1, 1)),
+        operation("bitcast", 1, shape=(2, 256, 256)),
+        operation("dot", 4, 4, shape=(2, 256, 256), tag=("merged", 1)),
+    ]
+    described = program(every, (3, 5))
+    kernels = [Kernel(operation=o, reads=held.operands, over=()) for o, held in enumerate(every)]
+    tasks = tasks_of(described, kernels)
+    assert tasks.transposed == {1: [2]}
+    assert 2 not in tasks.operations
+    assert 4 in tasks.operations
+    order = schedule(described, kernels)
+    assert sorted(order) == list(range(len(every)))
+    assert order.index(2) == order.index(1) + 1 < order.index(3)
 
 
 def test_convolutions_take_images_in_any_order_and_what_is_gathered_once() -> None:
