@@ -33,7 +33,7 @@ def body_of(graph: Graph) -> Graph:
 
 
 def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-    """The devices of each stage. Raises PlanningError unless they fit the cluster, and warns of devices that are left."""
+    """The devices of each stage. Raises PlanningError unless they fit the cluster, warns of devices that are left."""
     call = f"Pipeline(stages={stages!r}" + (f", submeshes={tuple(submeshes)!r})" if submeshes else ")")
     if submeshes and len(submeshes) != stages:
         rule = "there is one submesh for each stage, of one device or more"
