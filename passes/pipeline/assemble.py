@@ -48,8 +48,8 @@ def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> 
     if sum(sizes) > devices:
         rule = f"these are {sum(sizes)} devices, and cluster {cluster.name!r} has {devices}"
         raise PlanningError(explain(call, rule, "", "give the stages fewer devices"))
-    if left := devices - sum(sizes):
-        rule = f"{left:,} of {count(devices, 'device')} of cluster {cluster.name!r} stand idle: no stage has them"
+    if idle := devices - sum(sizes):
+        rule = f"{idle:,} of {count(devices, 'device')} of cluster {cluster.name!r} stand idle: no stage has them"
         warnings.warn(explain(call, rule, "", "give them to a stage, or plan for a smaller cluster"), stacklevel=2)
     return sizes
 

@@ -169,7 +169,7 @@ def test_columns_for_rows_of_a_product_are_no_task_and_stand_behind_it() -> None
         operation("dot", 4, 4, shape=(2, 256, 256), tag=("merged", 1)),
     ]
     described = program(every, (3, 5))
-    kernels = [Kernel(operation=o, reads=held.operands, over=()) for o, held in enumerate(every)]
+    kernels = [Kernel(operation=o, reads=made.operands, over=()) for o, made in enumerate(every)]
     tasks = tasks_of(described, kernels)
     assert tasks.transposed == {1: [2]}
     assert 2 not in tasks.operations
