@@ -6,7 +6,7 @@ not, it reads a copy. Scores of attention whose queries share keys are such: the
 which values are weighted, and once more, for the backward pass, in that in which gradients of values are summed.
 
 A product's own kernel transposes what it makes. The gradient of weights side by side, as those of experts, that is
-reduced over devices first is transposed behind that: the update of such weights is made in the order of the gradient,
+converted or reduced over devices first is transposed behind that: the update of such weights is made in the order of the gradient,
 of arguments that are read in it, and its results are copied to where they belong once all of them are there.
 
 Reference: XLA's LayoutAssignment, as of jaxlib 0.10.
@@ -93,17 +93,19 @@ class _Orders:
         inverse = tuple(order.index(d) for d in range(len(order)))
         moved = [d for d in inverse if operation.shape[d] > 1]
         fixed = next((n for n, (d, e) in enumerate(zip(moved, sorted(moved), strict=True)) if d != e), len(moved))
-        if not fixed or fixed == len(moved) or self._product(self._sent(operation.operands[0])) < 0:
+        if not fixed or fixed == len(moved) or self._product(self._unchanged(operation.operands[0])) < 0:
             return
         if all(self.operations[reader].kind in ELEMENTWISE for reader in self.readers.get(index, ())):
             self.orders[index], self.begun[index] = inverse, index
 
-    def _is_sent(self, alike: Iterable[int]) -> bool:
-        """Whether what lies in another order was sent before: a product's own kernel transposes what it makes."""
+    def _is_changed_first(self, alike: Iterable[int]) -> bool:
+        """Whether what lies in another order was converted or reduced before it was transposed: else the product's own
+        kernel transposes what it makes.
+        """
         begun = (self.begun[o] for o in alike if o in self.begun)
         return any(self._product(self.operations[first].operands[0]) < 0 for first in begun)
 
-    def _sent(self, index: int) -> int:
+    def _unchanged(self, index: int) -> int:
         """The operation that one follows from by conversions and all-reduces alone."""
         while (operation := self.operations[index]).is_conversion or operation.name == "all_reduce":
             (index,) = operation.operands
@@ -134,7 +136,7 @@ class _Orders:
                 pending.extend(o for o in described.operands if o not in behind and o not in self.orders)
             elif self._product(other) >= 0:
                 products.add(other)
-            elif described.kind != "input" or not self._is_sent(alike):
+            elif described.kind != "input" or not self._is_changed_first(alike):
                 return  # it lies as it lies
         self.orders |= dict.fromkeys((index, *behind), order)
         self.begun |= dict.fromkeys((index, *behind), next(self.begun[o] for o in alike if o in self.begun))
