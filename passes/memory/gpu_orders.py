@@ -6,8 +6,9 @@ not, it reads a copy. Scores of attention whose queries share keys are such: the
 which values are weighted, and once more, for the backward pass, in that in which gradients of values are summed.
 
 A product's own kernel transposes what it makes. The gradient of weights side by side, as those of experts, that is
-converted or reduced over devices first is transposed behind that: the update of such weights is made in the order of the gradient,
-of arguments that are read in it, and its results are copied to where they belong once all of them are there.
+converted or reduced over devices first is transposed behind that: the update of such weights is made in the order of
+the gradient, of arguments that are read in it, and its results are copied to where they belong once all of them are
+there.
 
 Reference: XLA's LayoutAssignment, as of jaxlib 0.10.
 """
