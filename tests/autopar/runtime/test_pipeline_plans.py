@@ -146,7 +146,8 @@ def test_devices_that_no_stage_has_are_told_of():
     state = (params, OPTIMIZERS["sgd"].init(params))
     planner = Pipeline(stages=2, microbatches=2, submeshes=(1, 2))
     with pytest.warns(UserWarning, match=r"1 of 4 devices of cluster .* stand idle"):
-        autopar.parallelize(step, planner=planner, cluster="4:a100-80g").plan(state, batch)
+        plan = autopar.parallelize(step, planner=planner, cluster="4:a100-80g").plan(state, batch)
+    assert [stage.mesh.size for stage in plan.stages] == [1, 2]
 
 
 def test_more_stages_than_places_to_cut():
