@@ -14,6 +14,7 @@ from passes.solver import (
     Answer,
     Budget,
     NotCheaperError,
+    Search,
     ShardingProblem,
     SolverOptions,
     least_memory_choice,
@@ -93,6 +94,8 @@ def fit(
         point = peak(answer.choice)
         if point.nbytes <= limit:
             return _filled(Fitted(problem=problem, answer=answer), first.bound, limit, options, peak)
+        if answer.objective >= cutoff:  # further rows make it dearer
+            raise NotCheaperError("what fits takes more time than another plan")
         stalled = 0 if point.nbytes < _PROGRESS * lowest else stalled + 1
         lowest = min(lowest, point.nbytes)
         if stalled > 1:
@@ -107,7 +110,7 @@ def fit(
         if any(problem.least(row) > row.limit for row in problem.budgets):  # a solver would take long to see it
             raise OverBudgetError("no combination of strategies keeps the memory limit at its busiest node")
         try:
-            answer = solve(problem, options, cutoff)
+            answer = _roughly(problem, options, cutoff)
         except (NoLegalPlanError, OverBudgetError):
             raise
         except PlanningError as error:
@@ -115,6 +118,17 @@ def fit(
         if answer.bound >= cutoff:
             raise NotCheaperError("what fits takes more time than another plan")
     raise OverBudgetError("no plan below the memory limit was found")
+
+
+def _roughly(problem: ShardingProblem, options: SolverOptions, cutoff: float) -> Answer:
+    """An answer from the relaxation, or where that leads to none, from branching."""
+    search = Search(problem, options)
+    try:
+        return search.run(cutoff, close=False)
+    except NotCheaperError:
+        raise
+    except OverBudgetError:
+        return search.run(cutoff, close=True)
 
 
 def _filled(fitted: Fitted, least: float, limit: float, options: SolverOptions, peak: Peak) -> Fitted:

@@ -63,7 +63,10 @@ def best(
         name=name, problems=problems, options=options, regather=regather, has_twins=False, most_nbytes=most_nbytes
     )
     search.over(meshes)
-    return search.cheapest if math.isinf(most_nbytes) else search.cheapest_within(most_nbytes) or search.lowest()
+    if math.isinf(most_nbytes):
+        return search.cheapest
+    search.cheapest_within(most_nbytes)
+    return search.closer(most_nbytes) or search.lowest()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +78,8 @@ class MeshSearch:
     fetched once a use.
 
     No plan is worse than those by hand that `textbook` knows of: they are looked at where there is a gap or a limit.
+
+    The best that fits a limit is `within`.
 
     An interruption that the `context` allows ends the search as soon as there is an answer.
     """
@@ -89,6 +94,7 @@ class MeshSearch:
     context: SearchContext = field(default_factory=SearchContext)
     solved: list[Solved] = field(default_factory=list[Solved])
     infeasible: list[Solved] = field(default_factory=list[Solved])
+    within: tuple[Solved, Fitted] | None = None
     by_hand: ByHand = field(init=False)
 
     def __post_init__(self) -> None:
@@ -154,10 +160,13 @@ class MeshSearch:
         """The same search, with its solved problems, for plans that offload state or do not."""
         other = copy(self)
         other.context, other.solved, other.problems = context, list(self.solved), self.problems.offloading(offload)
+        other.within = None
         return other
 
     def cheapest_within(self, limit: float, worth: float = 1.0) -> Plan | None:
         """The cheapest plan that needs at most `limit` bytes on a device, None if it takes the cutoff or more.
+
+        It is near the optimum of its mesh, and `closer` finds what is nearer.
 
         Weights may be fetched once a step or once a use. No further mesh is tried from the deadline on once there is a
         plan, and none that cannot gain the factor `worth` over that or over the cutoff, but for what is made by hand
@@ -187,7 +196,13 @@ class MeshSearch:
             if exists_dearer:
                 return None
             raise OverBudgetError("no placements keep the memory limit")
-        return self._proven(cheapest, limit)
+        self.within, (solved, fitted) = cheapest, cheapest
+        answer = replace(fitted.answer, bound=min(solved.answer.bound, fitted.answer.objective), status="near optimal")
+        return self._extract_plan(solved, answer)
+
+    def closer(self, limit: float) -> Plan | None:
+        """The plan of `cheapest_within` brought nearer to the optimum, with what is proven; None if it had none."""
+        return None if self.within is None else self._proven(self.within, limit)
 
     def fits(self, limit: float) -> bool:
         """Whether the cheapest plan of all, whatever memory it needs, needs at most `limit` bytes."""

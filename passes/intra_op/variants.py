@@ -7,7 +7,7 @@ from those that cost least to those that need least memory; one whose bound is a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.errors import OverBudgetError, PlanningError
@@ -41,12 +41,10 @@ That is all variants of a small step and a few of a GPT of 24 layers: about a mi
 """
 
 
-def tries(layers: int, count: int, offloads: bool) -> Iterator[Variant]:
+def forms(layers: int, count: int) -> tuple[Variant, ...]:
     """The variants in so many microbatches, from the one that costs least to the one that needs least memory."""
     kinds: Sequence[Kept] = KEPT if layers else KEPT[:1]
-    for kind in kinds:
-        for offload in (False, True) if offloads else (False,):
-            yield Variant(microbatches=count, kept=() if kind == "everything" else (kind,) * layers, offload=offload)
+    return tuple(Variant(microbatches=count, kept=() if kind == KEPT[0] else (kind,) * layers) for kind in kinds)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,8 +54,11 @@ class VariantSearch:
     `search` plans one, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of each
     number of microbatches the variant of least memory comes first while none has fitted: if it does not fit, no other
     will. Those whose cheapest plan does not fit wait until one does as it is, or none is left: a limit costs solves.
-    Once one fits, others are tried while all that were planned, on all meshes, have fewer than `most` operators, and
-    until the deadline of the `context`.
+    State is offloaded where nothing fits without, or where that may be cheaper than what does.
+
+    Once one fits, others are tried while all that were `planned`, on all meshes, have fewer than `most` operators, and
+    until the deadline of the `context`; not those that compute more than a `dear` one, which takes longer than the best
+    on every mesh, whatever memory it needs.
     """
 
     step: Step
@@ -68,12 +69,15 @@ class VariantSearch:
     best: Plan | None = None
     least_memory_plan: Plan | None = None
     low_memory: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
-    expected_nbytes: dict[Variant, float] = field(default_factory=dict[Variant, float])
+    expected_nbytes: dict[Variant, dict[int, float]] = field(default_factory=dict[Variant, "dict[int, float]"])
     tried: int = 0
     operators: int = 0
+    planned: set[Variant] = field(default_factory=set[Variant])
+    dear: list[Variant] = field(default_factory=list[Variant])
     least_seconds: float = 0.0
     offloads: bool = True
     last: tuple[Variant, MeshSearch] | None = None
+    fitted: tuple[Variant, MeshSearch] | None = None
     is_bracketing: bool = False
     waiting: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
     refused: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
@@ -88,7 +92,7 @@ class VariantSearch:
 
     def _run(self) -> Plan:
         refused: PlanningError | None = None
-        for variant in self._tries():
+        for variant in _ordered(self):
             try:
                 step = self.step.variant(variant)
             except PlanningError as error:
@@ -103,6 +107,9 @@ class VariantSearch:
                 why = f"over the memory limit of {quantities.nbytes(self.limit)}"
                 self.met.append(_met(plan, variant, why))
             self.least_seconds = self.least_seconds or search.least_seconds
+            self.planned.add(variant)
+            if self.best and not search.infeasible and search.least_seconds >= self.best.step_seconds:
+                self.dear.append(variant)
             if self.is_bracketing and not search.fits(self.limit) and not self.context.is_interrupted:
                 self.tried += 1
                 self._expect(search, variant)
@@ -122,67 +129,14 @@ class VariantSearch:
                     "no variant of the step keeps the memory limit", least_memory_plan=self.least_memory_plan
                 )
             self.best = self.least_memory_plan
-        return _beside(_mixed(self, self.best), self.met)
+        self.best = _mixed(self, self.best)
+        if self.fitted and (plan := self.fitted[1].closer(self.limit)):
+            self.best = plan.of_variant(self.fitted[0])
+        return _beside(self.best, self.met)
 
     def goes_on(self) -> bool:
         """Whether another variant is tried, now that one fits."""
         return self.operators < self.most and not self.context.deadline.is_over()
-
-    def _tries(self) -> Iterator[Variant]:
-        """The variants in the order in which they are tried, as far as is allowed if one fits."""
-        first = Variant(microbatches=self.step.chosen.count)
-        yield first
-        possible = self.step.counts
-        counts = possible if len(possible) == 1 else [n for n in _COUNTS if n in possible] or [1]
-        more = [n for n in _MORE_COUNTS if n in possible and len(possible) > 1]
-        forms = {count: tuple(tries(self.step.layers, count, self.offloads)) for count in (*counts, *more)}
-        begun: list[int] = []
-        if self.best is None:
-            unlikely: list[int] = []
-            self.is_bracketing = True
-            for count in (count for count in forms if forms[count][-1] != first):
-                if self.best is not None:
-                    break
-                likely = self._may_fit(forms[count][-1])
-                (begun if likely else unlikely).append(count)
-                if likely:
-                    yield forms[count][-1]
-            self.is_bracketing = False
-            begun = self._waited(begun)
-            for count in reversed(unlikely):
-                if self.best is None:
-                    yield forms[count][-1]
-                    begun = [count]
-        if self.best is None:
-            return
-        fewest = min(begun, default=0)
-        for count in (n for n in forms if n >= fewest and (n in counts or n in begun)):
-            untried = forms[count][-2::-1] if count in begun else forms[count]
-            for variant in (variant for variant in untried if variant != first):
-                is_near = self.best.step_seconds <= _GOOD_ENOUGH * self.least_seconds
-                if is_near or not self.goes_on():
-                    return
-                yield variant
-
-    def _waited(self, begun: Sequence[int]) -> list[int]:
-        """The numbers of microbatches, of those `begun`, in which the variant of least memory fits.
-
-        What waited until one fitted is looked at again, from the most microbatches on. With a plan at hand, what is not
-        expected to fit is left, and budgets are for gains that are worth it, as long as others are tried at all.
-        """
-        fitting = [n for n in begun if n not in [variant.count for variant, _ in self.waiting]]
-        for variant, search in sorted(
-            self.waiting, key=lambda candidate: (not self._may_fit(candidate[0]), -candidate[0].count)
-        ):
-            best = self.best
-            if best is not None and not self._may_fit(variant):
-                break
-            search.context = replace(search.context, cutoff=best.step_seconds if best else math.inf)
-            self.take(search, variant)
-            if self.best is not best:
-                fitting.append(variant.count)
-        self.waiting.clear()
-        return sorted(fitting)
 
     def searched(self, step: Step, variant: Variant) -> MeshSearch:
         """A variant planned without a limit."""
@@ -211,7 +165,7 @@ class VariantSearch:
         if plan is not None:
             self.met.append(_met(plan, variant, "keeps the memory limit, and takes longer"))
         if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
-            self.best = plan.of_variant(variant)
+            self.best, self.fitted = plan.of_variant(variant), (variant, search)
         self.context.raise_if_interrupted()
         return self.best is not best
 
@@ -241,12 +195,102 @@ class VariantSearch:
 
     def _expect(self, search: MeshSearch, variant: Variant) -> None:
         """Notes what a variant is expected to need at least, for those in other numbers of microbatches."""
-        self.expected_nbytes[replace(variant, microbatches=1)] = search.expected_nbytes * variant.count
+        self.expected_nbytes.setdefault(replace(variant, microbatches=1), {})[variant.count] = search.expected_nbytes
 
-    def _may_fit(self, variant: Variant) -> bool:
-        """Whether a variant may keep the limit: in twice as many microbatches at least half as much is needed."""
-        least = self.expected_nbytes.get(replace(variant, microbatches=1), 0.0) / variant.count
+    def may_fit(self, variant: Variant) -> bool:
+        """Whether a variant may keep the limit: in fewer microbatches at least as much is needed, in twice as many half
+        as much.
+        """
+        known = self.expected_nbytes.get(replace(variant, microbatches=1), {})
+        least = max((nbytes * min(1.0, count / variant.count) for count, nbytes in known.items()), default=0.0)
         return least <= SURELY * self.limit
+
+
+def _ordered(search: VariantSearch) -> Iterator[Variant]:
+    """The variants in the order in which they are tried, as far as is allowed if one fits."""
+    step = search.step
+    yield (first := Variant(microbatches=step.chosen.count))
+    counts = [count for count in _COUNTS if count in step.counts] if len(step.counts) > 1 else list(step.counts)
+    more = [count for count in _MORE_COUNTS if count in step.counts and len(step.counts) > 1]
+    of_count = {count: forms(step.layers, count) for count in (*(counts or [1]), *more)}
+    fitting, offloads = list[int](), (False, True) if search.offloads else (False,)
+    for offload in offloads:
+        least = [replace(of_count[count][-1], offload=offload) for count in of_count]
+        if search.best is None:
+            fitting = yield from _bracketed(search, [v for v in least if v != first], is_last=offload == offloads[-1])
+    fewest = min(fitting, default=0)
+    needs_offload = search.best is not None and bool(search.best.offloaded)
+    for count in (n for n in of_count if n not in more or n in fitting):
+        kinds = of_count[count][::-1] if count in fitting else of_count[count]
+        for variant in (replace(kind, offload=offload) for kind in kinds for offload in offloads):
+            if not variant.offload and (needs_offload or count < fewest):  # that of least memory did not fit
+                continue
+            best = search.best
+            if best is None or best.step_seconds <= _GOOD_ENOUGH * search.least_seconds or not search.goes_on():
+                return
+            is_dear = any(_computes_more(variant, dear) for dear in search.dear)
+            if variant not in search.planned and not is_dear and (count >= fewest or search.may_fit(variant)):
+                yield variant
+
+
+def _bracketed(
+    search: VariantSearch, least: Sequence[Variant], *, is_last: bool
+) -> Generator[Variant, None, list[int]]:
+    """The variants of `least` memory in each number of microbatches, until one fits; returns the numbers that do.
+
+    Those that are not expected to fit are tried if no other does and this is the last look.
+    """
+    begun, unlikely = list[int](), list[Variant]()
+    search.is_bracketing = True
+    for variant in least:
+        if search.best is not None:
+            break
+        if search.may_fit(variant):
+            begun.append(variant.count)
+            yield variant
+        else:
+            unlikely.append(variant)
+    search.is_bracketing = False
+    fitting = _waited(search, begun)
+    for variant in reversed(unlikely) if is_last else ():
+        if search.best is None:
+            yield variant
+            fitting = [variant.count]
+    return fitting if search.best else []
+
+
+def _waited(search: VariantSearch, begun: Sequence[int]) -> list[int]:
+    """The numbers of microbatches, of those `begun`, in which the variant of least memory fits, as far as is known.
+
+    The fewest of those that waited are found by bisection: more need less memory and take longer. With a plan at hand,
+    what is not expected to fit is left, and budgets are for gains that are worth it, as long as others are tried at
+    all.
+    """
+    waiting = sorted(search.waiting, key=lambda candidate: candidate[0].count)
+    fitting = [n for n in begun if n not in [variant.count for variant, _ in waiting]]
+    likely = [candidate for candidate in waiting if search.may_fit(candidate[0])]
+    unlikely = [candidate for candidate in waiting if candidate not in likely]
+
+    def fits(variant: Variant, waiting: MeshSearch) -> bool:
+        """Whether one that waited fits and is the best so far."""
+        waiting.context = replace(waiting.context, cutoff=search.best.step_seconds if search.best else math.inf)
+        fitting.extend([variant.count] if search.take(waiting, variant) else [])
+        return variant.count in fitting
+
+    most, fewest = -1, len(likely)
+    while fewest - most > 1:
+        middle = (fewest + most) // 2
+        most, fewest = (most, middle) if fits(*likely[middle]) else (middle, fewest)
+    while search.best is None and unlikely:
+        fits(*unlikely.pop())
+    search.waiting.clear()
+    return sorted(fitting)
+
+
+def _computes_more(variant: Variant, other: Variant) -> bool:
+    """Whether a variant computes all that another does, in as many microbatches or more, and keeps no more of it."""
+    keeps = [[KEPT.index(kind) for kind in each.kept or (KEPT[0],)] for each in (variant, other)]
+    return variant.count >= other.count and variant.offload >= other.offload and min(keeps[0]) >= max(keeps[1])
 
 
 def _mixed(search: VariantSearch, best: Plan) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class _Tables:
 
     def __init__(self, problem: ShardingProblem, choice: list[int]) -> None:
         self.problem, self.choice = problem, choice
-        self.paid, self.alike = _Paid(), problem.memory.kept(_Alike)
+        self.paid = _Paid()
         self.known: dict[int, tuple[Floats, Floats | None]] = {}
 
     def of(self, node: int) -> tuple[Floats, Floats | None]:
@@ -67,33 +67,15 @@ class _Tables:
 
     def _nbytes(self, node: int) -> Floats | None:
         """The bytes that depend on a node's strategy: those that it holds, and copies of what it makes or reads."""
-        budgets, size = self.problem.budgets, self.problem.seconds[node].size
-        groups = [
-            edges for edges in self.problem.around[node] if any(edges[0].group in budget.copies for budget in budgets)
-        ]
-        if not groups and not any(node in budget.nbytes for budget in budgets):
+        problem, copied = self.problem, self.problem.copied
+        groups = [edges for edges in problem.around[node] if edges[0].group in copied]
+        if not groups and not any(node in budget.nbytes for budget in problem.budgets):
             return None
-        none = np.zeros(size)
-        nbytes = np.array([budget.nbytes.get(node, none) for budget in budgets], dtype=np.float64)
+        none = np.zeros(problem.seconds[node].size)
+        nbytes = np.array([budget.nbytes.get(node, none) for budget in problem.budgets], dtype=np.float64)
         for edges in groups:
-            labels, sort = self._copies(node, edges)
-            for row, budget in zip(nbytes, budgets, strict=True):
-                if (copies := budget.copies.get(edges[0].group)) is not None:
-                    row += np.array([sum(copies.get(label, 0.0) for label in of_sort) for of_sort in labels])[sort]
+            nbytes += self.paid.nbytes(edges, copied[edges[0].group], node, self.choice)
         return nbytes
-
-    def _copies(self, node: int, edges: Sequence[Edge]) -> tuple[list[dict[object, None]], Indices]:
-        """The placements that a group is copied to by sort of a node's strategies, each once, and the sort of every
-        strategy.
-        """
-        (first, sort), current = self.alike.of(edges, node), self.choice[node]
-        labels: list[dict[object, None]] = []
-        for strategy in first:
-            self.choice[node] = int(strategy)
-            copied = (edge.copies(self.choice) for edge in edges)
-            labels.append(dict.fromkeys(label for label in copied if label is not None))
-        self.choice[node] = current
-        return labels, sort
 
 
 class _Paid:
@@ -125,6 +107,22 @@ class _Paid:
             paid_for.append(resharding)
         return total
 
+    def nbytes(self, edges: Sequence[Edge], tables: Sequence[Floats], node: int, choice: Sequence[int]) -> Floats:
+        """The bytes that a group is copied to [budgets, strategies or 1], equal copies once, by the edges' tables."""
+        total, counted = np.zeros((len(tables[0]), 1)), dict[object, tuple[Indices | int, Floats]]()
+        for edge, table in zip(edges, tables, strict=True):
+            before, after = _ends(edge, node, choice)
+            label = self._labels(edge)[after]
+            same = (before if edge.source != node else id(before), label if edge.target != node else id(edge.after))
+            if same in counted:
+                continue
+            nbytes = table[:, before, after].reshape(len(table), -1)
+            for other, already in counted.values():
+                nbytes = np.where((label == other) & (already > 0), 0.0, nbytes)
+            total = total + nbytes
+            counted[same] = label, nbytes
+        return total
+
     def _labels(self, edge: Edge) -> Indices:
         """The numbers of the placements that an edge's columns stand for; edges mostly share them."""
         if id(edge.labels) not in self.numbers:
@@ -137,30 +135,6 @@ def _ends(edge: Edge, node: int, choice: Sequence[int]) -> tuple[Indices | int, 
     """An edge's row and column, [strategies] of `node` at the ends where that is."""
     before = edge.before if edge.source == node else edge.before[choice[edge.source]]
     return before, edge.after if edge.target == node else edge.after[choice[edge.target]]
-
-
-class _Alike:
-    """The strategies of a node that place a group's value alike, for all problems that share one memory."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[int, ...], tuple[list[Indices], Indices, Indices]] = {}
-
-    def of(self, edges: Sequence[Edge], node: int) -> tuple[Indices, Indices]:
-        """One strategy of each sort, and the number of the sort of every strategy."""
-        ends = [end for edge in edges for end in _placed(edge, node)]
-        key = tuple(map(id, ends))
-        if key not in self.known:
-            _, first, sort = np.unique(np.stack(ends), axis=1, return_index=True, return_inverse=True)
-            self.known[key] = ends, first, sort.reshape(-1)
-        return self.known[key][1:]
-
-
-def _placed(edge: Edge, node: int) -> Iterator[Indices]:
-    """The placements at the ends of an edge where a node is, by its strategy."""
-    if edge.source == node:
-        yield edge.before
-    if edge.target == node:
-        yield edge.after
 
 
 class _Usage:

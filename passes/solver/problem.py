@@ -149,6 +149,14 @@ class ShardingProblem:
         """The edges of each group of a value that may be a sum."""
         return [edges for edges in self.groups.values() if edges[0].sums is not None]
 
+    @cached_property
+    def copied(self) -> Mapping[int, Sequence[Floats]]:
+        """The bytes [budgets, placements before, placements after] that each edge of a group copies, where a budget
+        counts any; zero where the value stays as it is.
+        """
+        groups = dict.fromkeys(group for budget in self.budgets for group in budget.copies if group in self.groups)
+        return {group: [_copied(edge, self.budgets) for edge in self.groups[group]] for group in groups}
+
     def evaluate(self, choice: Sequence[int]) -> float:
         """Total seconds when node n takes strategy `choice[n]`; independent of the program that found it."""
         total = sum(float(seconds[c]) for seconds, c in zip(self.seconds, choice, strict=True))
@@ -175,6 +183,15 @@ class ShardingProblem:
     def fits(self, choice: Sequence[int]) -> bool:
         """Whether an answer keeps every budget, to a part in a million."""
         return all(self.usage(budget, choice) <= budget.limit * (1 + _EXCESS) for budget in self.budgets)
+
+
+def _copied(edge: Edge, budgets: Sequence[Budget]) -> Floats:
+    """The bytes [budgets, placements before, placements after] of the second array that an edge makes."""
+    copies = [budget.copies.get(edge.group, {}) for budget in budgets]
+    nbytes = np.array([[of_label.get(label, 0.0) for label in edge.labels] for of_label in copies])
+    origins = edge.origins or (None,) * len(edge.seconds)
+    moves = np.array([[label is not None and label != origin for label in edge.labels] for origin in origins])
+    return nbytes[:, None, :] * moves
 
 
 def paid(edges: Sequence[Edge], choice: Sequence[int]) -> Iterable[float]:

@@ -99,6 +99,7 @@ class Searched:
     floor_nbytes: float = 0.0
     lowest_nbytes: int = 15
     expected_nbytes: float = 15.0
+    infeasible: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
         with self.context.ending_early():
@@ -128,6 +129,10 @@ class Searched:
         self.context.report(Progress(phase="fit", done=0, total=1))
         if not self.can_fit:
             raise OverBudgetError("none fits", least_memory_plan=self.plan(15))
+        return self.plan(10)
+
+    def closer(self, limit: float) -> Plan:
+        """The plan that fits is the best there is."""
         return self.plan(10)
 
     def plan(self, nbytes: int) -> Plan:
@@ -176,17 +181,16 @@ def test_forms_are_named_and_may_have_a_time_budget():
     assert found.microbatches == 2
     assert [p.phase for p in told if p.phase.endswith("fit")] == [
         "fit",
-        "4 microbatches, layers keep inputs: fit",
         "2 microbatches, layers keep inputs: fit",
+        "layers keep inputs: fit",
         "2 microbatches, layers keep matmuls: fit",
         "2 microbatches: fit",
         "4 microbatches: fit",
         "4 microbatches, layers keep matmuls: fit",
-        "4 microbatches, layers keep inputs: fit",
     ]
     assert told[0].best_seconds == 0.5
     bests = [p.best_seconds for p in told if "fit" in p.phase]
-    assert bests == [None, None, None, 0.9, 0.8, 0.7, 0.7, 0.7]
+    assert bests == [None, None, 0.9, 0.9, 0.8, 0.7, 0.7]
     left = [p.seconds_left for p in told if p.seconds_left is not None]
     assert left == sorted(left, reverse=True)
     assert 0 < left[-1] <= left[0] <= 60.0
@@ -199,7 +203,7 @@ def test_no_time_is_left_where_none_was_given():
     assert all(p.seconds_left is None for p in told)
 
 
-@pytest.mark.parametrize(("most", "planned", "seconds"), [(3, 4, 0.9), (4, 4, 0.9), (99, 9, 0.7)])
+@pytest.mark.parametrize(("most", "planned", "seconds"), [(3, 4, 0.9), (4, 4, 0.9), (99, 8, 0.7)])
 def test_a_search_among_forms_ends_after_so_much_work(most: int, planned: int, seconds: float):
     """The step as it is and the leanest form in each number of microbatches are planned whatever that takes."""
     search = varied(lambda _: None, {2: 0.9, 4: 0.8, 5: 0.7}, most=most)

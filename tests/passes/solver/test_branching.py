@@ -11,6 +11,7 @@ import pytest
 
 from passes.errors import OverBudgetError
 from passes.solver import Budget, NotCheaperError, ShardingProblem, SolverOptions, branching, solve
+from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.formulation import StrategyProgram
 from passes.solver.problem import Memory
 from tests.passes.solver import test_intra_op, test_sums
@@ -139,3 +140,16 @@ def test_a_relaxation_under_other_budgets_begins_where_the_last_one_ended(seed: 
     assert [program.run(gap=0.0) for program in (again, alone)] == ["optimal", "optimal"]
     assert again.objective == pytest.approx(alone.objective, rel=1e-9)
     assert again.iterations < alone.iterations
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_descent_within_budgets_ends_where_no_node_is_better_off(seed: int):
+    """Bytes of nodes and of copies are kept up to date while nodes move: nothing that fits is one move away."""
+    problem, _ = problem_of(seed)
+    rng = np.random.default_rng(seed)
+    choice = coordinate_descent(problem, [int(rng.integers(seconds.size)) for seconds in problem.seconds])
+    best = problem.evaluate(choice) if problem.fits(choice) else np.inf
+    for node, size in enumerate(seconds.size for seconds in problem.seconds):
+        for other in ((*choice[:node], strategy, *choice[node + 1 :]) for strategy in range(size)):
+            seconds = problem.evaluate(other) if problem.fits(other) else np.inf
+            assert seconds == np.inf or seconds >= best * (1 - 1e-9)
