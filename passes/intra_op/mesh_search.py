@@ -125,7 +125,7 @@ class MeshSearch:
             if solved.answer.status == "optimal" or solved.answer.bound >= least or self.context.is_interrupted:
                 continue
             with self.context.ending_early():
-                self._tell(f"solve {solved.assembly.mesh}", place, len(all_solved), solved.answer)
+                self.tell(f"solve {solved.assembly.mesh}", place, len(all_solved), solved.answer)
                 answer = _run(self.problems, solved, self._rough, least, close=True)
                 all_solved[place] = replace(solved, answer=_better(answer, solved.answer))
         for place, solved in enumerate(list(all_solved)):
@@ -166,9 +166,7 @@ class MeshSearch:
     def cheapest_within(self, limit: float, worth: float = 1.0) -> Plan | None:
         """The cheapest plan that needs at most `limit` bytes on a device, None if it takes the cutoff or more.
 
-        It is near the optimum of its mesh, and `closer` finds what is nearer.
-
-        Weights may be fetched once a step or once a use. No further mesh is tried from the deadline on once there is a
+        It is near the optimum; `closer` finds what is nearer. Weights may be fetched once a step or once a use. No further mesh is tried from the deadline on once there is a
         plan, and none that cannot gain the factor `worth` over that or over the cutoff, but for what is made by hand
         there. Raises OverBudgetError where none is found: `lowest` is the plan of least memory that was met.
         """
@@ -202,7 +200,7 @@ class MeshSearch:
 
     def closer(self, limit: float) -> Plan | None:
         """The plan of `cheapest_within` brought nearer to the optimum, with what is proven; None if it had none."""
-        return None if self.within is None else self._proven(self.within, limit)
+        return self._extract_plan(*_proven(self, self.within, limit)) if self.within else None
 
     def fits(self, limit: float) -> bool:
         """Whether the cheapest plan of all, whatever memory it needs, needs at most `limit` bytes."""
@@ -212,31 +210,20 @@ class MeshSearch:
         """The cheapest plan that keeps the limit of those by hand that were not expected to; None if none does."""
         meshes = [*self.solved, *self.infeasible] if self.by_hand.left_out else []
         cheapest = self.by_hand.fitting(self.problems, meshes, limit, self.context.cutoff, surely=math.inf)
-        return None if cheapest is None else self._proven(cheapest, limit)
-
-    def _proven(self, cheapest: tuple[Solved, Fitted], limit: float) -> Plan:
-        return self._extract_plan(*_proven(self.problems, self.solved, cheapest, limit, self.options))
+        return self._extract_plan(*_proven(self, cheapest, limit)) if cheapest else None
 
     def _fitted(
         self, solved: Solved, number: int, cheapest: tuple[Solved, Fitted] | None, limit: float
     ) -> tuple[Solved, Fitted] | None:
         """The cheapest answer on the mesh of this number that fits and is better than the `cheapest`, if any is."""
         best = cheapest[1].answer if cheapest else None
-        self._tell(f"fit {solved.assembly.mesh} within memory", number, len(self.solved), best)
+        self.tell(f"fit {solved.assembly.mesh} within memory", number, len(self.solved), best)
         most = best.objective if best else self.context.cutoff
         if solved.answer.status != "optimal":  # it was left when it was dearer than another mesh's
             answer = _run(self.problems, solved, self._rough, most, close=False)
             solved = replace(solved, answer=_better(answer, solved.answer))
-        twins = self._twins(solved, number, len(self.solved))
+        twins = _twins(self, solved, number, len(self.solved))
         return _fitted(self.problems, twins, limit, self.options, most)
-
-    def _twins(self, solved: Solved, done: int, total: int) -> Iterator[Solved]:
-        """A mesh's problem as it is, then with weights fetched once a use, which takes no less time."""
-        yield solved
-        if self.has_twins and not solved.regather:
-            self._tell(f"tabulate {solved.assembly.mesh}", done, total)
-            if (twin := self.problems.twin(solved)) is not None:
-                yield twin
 
     def least_memory(self) -> Plan:
         """The plan that needs least memory, of those met on the way to the least on every mesh."""
@@ -250,20 +237,21 @@ class MeshSearch:
         answer = self.problems.least_memory()
         return self._extract_plan(*answer) if answer else self.cheapest
 
-    def _tell(self, what: str, done: int, total: int, best: Answer | None = None) -> None:
+    def tell(self, what: str, done: int, total: int, best: Answer | None = None) -> None:
+        """Reports how far the search is."""
         seconds = best.objective if best else None
         self.context.report(Progress(phase=what, done=done, total=total, best_seconds=seconds))
 
     def _tabulated(self, mesh: Mesh, done: int, total: int) -> Solved:
         """A mesh's problem and an answer to it; `done` of `total` meshes came before."""
         best = min((solved.answer for solved in self.solved), key=lambda answer: answer.objective, default=None)
-        self._tell(f"tabulate {mesh}", done, total, best)
+        self.tell(f"tabulate {mesh}", done, total, best)
         assembly = self.problems.assembled(mesh, self.regather)
         solved = Solved.unsolved(assembly, self.regather)
         if self.most_nbytes < math.inf and self.problems.least_nbytes(solved) > self.most_nbytes:
             self.infeasible.append(solved)
             raise InfeasibleRowError(f"no combination of strategies keeps the memory limit on {mesh}")
-        self._tell(f"solve {mesh}", done, total, best)
+        self.tell(f"solve {mesh}", done, total, best)
         solved = replace(solved, search=Search(assembly.problem, self._rough))
         cutoff = best.objective if best else math.inf
         solved = replace(solved, answer=_run(self.problems, solved, self._rough, cutoff, close=total == 1))
@@ -335,21 +323,24 @@ def _fitted(
     return best
 
 
-def _proven(
-    problems: MeshProblems,
-    all_solved: Sequence[Solved],
-    best: tuple[Solved, Fitted],
-    limit: float,
-    options: SolverOptions,
-) -> tuple[Solved, Answer, float]:
+def _twins(search: MeshSearch, solved: Solved, done: int, total: int) -> Iterator[Solved]:
+    """A mesh's problem as it is, then with weights fetched once a use, which takes no less time."""
+    yield solved
+    if search.has_twins and not solved.regather:
+        search.tell(f"tabulate {solved.assembly.mesh}", done, total)
+        if (twin := search.problems.twin(solved)) is not None:
+            yield twin
+
+
+def _proven(search: MeshSearch, best: tuple[Solved, Fitted], limit: float) -> tuple[Solved, Answer, float]:
     """The best answer that fits, brought nearer to the optimum, and what plans of other problems take at least.
 
     Those are on another mesh, or fetch weights otherwise on the same one.
     """
-    chosen, fitted = best
+    (chosen, fitted), problems, options = best, search.problems, search.options
     peak, least = partial(problems.peak, chosen), math.inf
     answer = tightened(fitted, chosen.answer.bound, problems.resident(chosen), limit, options, peak)
-    for solved in all_solved:
+    for solved in search.solved:
         forms = problems.forms(solved) if solved.answer.bound < answer.objective else []
         if forms is None:
             least = min(least, solved.answer.bound)
