@@ -166,9 +166,9 @@ class MeshSearch:
     def cheapest_within(self, limit: float, worth: float = 1.0) -> Plan | None:
         """The cheapest plan that needs at most `limit` bytes on a device, None if it takes the cutoff or more.
 
-        It is near the optimum; `closer` finds what is nearer. Weights may be fetched once a step or once a use. No further mesh is tried from the deadline on once there is a
-        plan, and none that cannot gain the factor `worth` over that or over the cutoff, but for what is made by hand
-        there. Raises OverBudgetError where none is found: `lowest` is the plan of least memory that was met.
+        It is near the optimum, and `closer` brings it nearer. Weights may be fetched once a step or once a use. No mesh
+        is tried from the deadline on once there is a plan, and none that cannot gain the factor `worth` over that or
+        over the cutoff, but for what is made by hand there. Raises OverBudgetError where none is found.
         """
         context = self.context
         self.problems.look(self.solved[0], limit)
