@@ -76,7 +76,7 @@ def fit(
     seen: list[NodePath],
     cutoff: float = math.inf,
 ) -> Fitted:
-    """The cheapest answer whose peak is at most `limit`, to a gap of `LOOSE`, starting from one without a limit.
+    """A cheap answer whose peak is at most `limit`, starting from one without a limit; `tightened` says how near it is.
 
     Budgets are stated from the first at the places `seen` to be busiest on other meshes, and places found here are
     added.

@@ -209,8 +209,8 @@ class MeshSearch:
     def left_out(self, limit: float) -> Plan | None:
         """The cheapest plan that keeps the limit of those by hand that were not expected to; None if none does."""
         meshes = [*self.solved, *self.infeasible] if self.by_hand.left_out else []
-        cheapest = self.by_hand.fitting(self.problems, meshes, limit, self.context.cutoff, surely=math.inf)
-        return self._extract_plan(*_proven(self, cheapest, limit)) if cheapest else None
+        self.within = self.by_hand.fitting(self.problems, meshes, limit, self.context.cutoff, surely=math.inf)
+        return self.closer(limit)
 
     def _fitted(
         self, solved: Solved, number: int, cheapest: tuple[Solved, Fitted] | None, limit: float
@@ -222,7 +222,7 @@ class MeshSearch:
         if solved.answer.status != "optimal":  # it was left when it was dearer than another mesh's
             answer = _run(self.problems, solved, self._rough, most, close=False)
             solved = replace(solved, answer=_better(answer, solved.answer))
-        twins = _twins(self, solved, number, len(self.solved))
+        twins = _twins(self, solved, number)
         return _fitted(self.problems, twins, limit, self.options, most)
 
     def least_memory(self) -> Plan:
@@ -323,11 +323,11 @@ def _fitted(
     return best
 
 
-def _twins(search: MeshSearch, solved: Solved, done: int, total: int) -> Iterator[Solved]:
+def _twins(search: MeshSearch, solved: Solved, number: int) -> Iterator[Solved]:
     """A mesh's problem as it is, then with weights fetched once a use, which takes no less time."""
     yield solved
     if search.has_twins and not solved.regather:
-        search.tell(f"tabulate {solved.assembly.mesh}", done, total)
+        search.tell(f"tabulate {solved.assembly.mesh}", number, len(search.solved))
         if (twin := search.problems.twin(solved)) is not None:
             yield twin
 

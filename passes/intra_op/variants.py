@@ -70,7 +70,6 @@ class VariantSearch:
     least_memory_plan: Plan | None = None
     low_memory: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
     expected_nbytes: dict[Variant, dict[int, float]] = field(default_factory=dict[Variant, "dict[int, float]"])
-    tried: int = 0
     operators: int = 0
     planned: set[Variant] = field(default_factory=set[Variant])
     dear: list[Variant] = field(default_factory=list[Variant])
@@ -99,7 +98,7 @@ class VariantSearch:
                 refused = refused or error
                 continue
             search = self.searched(step, variant)
-            if not self.tried:
+            if not self.planned:
                 if (plan := search.cheapest).peak_nbytes <= self.limit:
                     return plan.of_variant(variant)
                 has_way = plan.cluster.group().device.host_bytes_per_second > 0
@@ -111,12 +110,11 @@ class VariantSearch:
             if self.best and not search.infeasible and search.least_seconds >= self.best.step_seconds:
                 self.dear.append(variant)
             if self.is_bracketing and not search.fits(self.limit) and not self.context.is_interrupted:
-                self.tried += 1
                 self._expect(search, variant)
                 self.waiting.append((variant, search))
             else:
                 self.take(search, variant)
-        if not self.tried and refused is not None:
+        if not self.planned and refused is not None:
             raise refused
         for variant, search in [] if self.best else self.refused:
             plan = search.left_out(self.limit)
@@ -130,9 +128,10 @@ class VariantSearch:
                 )
             self.best = self.least_memory_plan
         self.best = _mixed(self, self.best)
+        others = [alternative for alternative in self.met if alternative.seconds != self.best.step_seconds]
         if self.fitted and (plan := self.fitted[1].closer(self.limit)):
             self.best = plan.of_variant(self.fitted[0])
-        return _beside(self.best, self.met)
+        return self.best.beside(others)
 
     def goes_on(self) -> bool:
         """Whether another variant is tried, now that one fits."""
@@ -145,7 +144,7 @@ class VariantSearch:
         if self.last is not None and self.last[0] == replace(variant, offload=not variant.offload):
             search = self.last[1].again(context, offload=variant.offload)
         else:
-            search = self.search(step, variant.offload, self.limit if self.tried else float("inf"), context)
+            search = self.search(step, variant.offload, self.limit if self.planned else float("inf"), context)
             self.last = variant, search
         self.operators += search.operators
         return search
@@ -154,7 +153,7 @@ class VariantSearch:
         """Seconds of the best plan so far; `unlimited` is that of a variant that may not fit."""
         if self.best:
             return self.best.step_seconds
-        return None if self.tried else unlimited
+        return None if self.planned else unlimited
 
     def take(self, search: MeshSearch, variant: Variant) -> bool:
         """Whether the plan of a variant fits and takes less time than the best so far, which it becomes then.
@@ -171,7 +170,6 @@ class VariantSearch:
 
     def _fitting(self, search: MeshSearch, variant: Variant) -> Plan | None:
         """The cheapest plan of a variant that fits, None if it has none or takes more time than the best so far."""
-        self.tried += 1
         if self.context.is_interrupted:
             plan = search.cheapest
             return plan if plan.peak_nbytes <= self.limit else None
@@ -215,8 +213,8 @@ def _ordered(search: VariantSearch) -> Iterator[Variant]:
     of_count = {count: forms(step.layers, count) for count in (*(counts or [1]), *more)}
     fitting, offloads = list[int](), (False, True) if search.offloads else (False,)
     for offload in offloads:
-        least = [replace(of_count[count][-1], offload=offload) for count in of_count]
         if search.best is None:
+            least = [replace(kinds[-1], offload=offload) for kinds in of_count.values()]
             fitting = yield from _bracketed(search, [v for v in least if v != first], is_last=offload == offloads[-1])
     fewest = min(fitting, default=0)
     needs_offload = search.best is not None and bool(search.best.offloaded)
@@ -269,22 +267,26 @@ def _waited(search: VariantSearch, begun: Sequence[int]) -> list[int]:
     waiting = sorted(search.waiting, key=lambda candidate: candidate[0].count)
     fitting = [n for n in begun if n not in [variant.count for variant, _ in waiting]]
     likely = [candidate for candidate in waiting if search.may_fit(candidate[0])]
-    unlikely = [candidate for candidate in waiting if candidate not in likely]
+    unlikely = [candidate for candidate in waiting if not search.may_fit(candidate[0])]
 
-    def fits(variant: Variant, waiting: MeshSearch) -> bool:
+    def fits(variant: Variant, waited: MeshSearch) -> bool:
         """Whether one that waited fits and is the best so far."""
-        waiting.context = replace(waiting.context, cutoff=search.best.step_seconds if search.best else math.inf)
-        fitting.extend([variant.count] if search.take(waiting, variant) else [])
-        return variant.count in fitting
+        waited.context = replace(waited.context, cutoff=search.best.step_seconds if search.best else math.inf)
+        if is_best := search.take(waited, variant):
+            fitting.append(variant.count)
+        return is_best
 
-    most, fewest = -1, len(likely)
-    while fewest - most > 1:
-        middle = (fewest + most) // 2
-        most, fewest = (most, middle) if fits(*likely[middle]) else (middle, fewest)
+    too_few, enough = -1, len(likely)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if fits(*likely[middle]):
+            enough = middle
+        else:
+            too_few = middle
     while search.best is None and unlikely:
         fits(*unlikely.pop())
     search.waiting.clear()
-    return sorted(fitting)
+    return fitting
 
 
 def _computes_more(variant: Variant, other: Variant) -> bool:
@@ -319,8 +321,3 @@ def _met(plan: Plan, variant: Variant, why: str) -> Alternative:
     """The plan of a variant as one that may not be taken."""
     name = f"{str(variant) or 'as written'}, mesh {plan.mesh}"
     return Alternative(name=name, seconds=plan.step_seconds, why=why, peak_nbytes=plan.peak_nbytes)
-
-
-def _beside(plan: Plan, met: Sequence[Alternative]) -> Plan:
-    """The plan with those that were met, itself apart."""
-    return plan.beside([alternative for alternative in met if alternative.seconds != plan.step_seconds])

@@ -141,14 +141,21 @@ class Searched:
 
 
 def varied(
-    report: Report, fitting: dict[int, float], interruptible: bool = True, seconds: float | None = None, most: int = 99
+    report: Report,
+    fitting: dict[int, float],
+    interruptible: bool = True,
+    seconds: float | None = None,
+    most: int = 99,
+    least: Callable[[int], float] = lambda place: 0.1,
 ) -> VariantSearch:
-    """A search among forms of which those tried at the places of `fitting` fit, in so many seconds."""
+    """A search among forms of which those tried at the places of `fitting` fit, in so many seconds, and none in less
+    than the `least` of its place.
+    """
     places = itertools.count()
 
     def search(step: Step, offload: bool, most_nbytes: float, context: SearchContext) -> Any:
         at = next(places)
-        return Searched(context=context, seconds=fitting.get(at, 1.0), can_fit=at in fitting)
+        return Searched(context=context, seconds=fitting.get(at, 1.0), can_fit=at in fitting, least_seconds=least(at))
 
     return VariantSearch(
         step=Empty(graph=GRAPH),
@@ -194,6 +201,13 @@ def test_forms_are_named_and_may_have_a_time_budget():
     left = [p.seconds_left for p in told if p.seconds_left is not None]
     assert left == sorted(left, reverse=True)
     assert 0 < left[-1] <= left[0] <= 60.0
+
+
+def test_forms_that_compute_more_than_one_too_dear_are_not_planned():
+    """As it is in two microbatches the step takes longer than what fits: no less in four, whatever it keeps."""
+    search = varied(lambda _: None, {2: 0.9, 4: 0.8}, least=lambda place: 0.85 if place >= 5 else 0.1)
+    assert search.run().step_seconds == 0.8
+    assert {variant.count for variant in search.planned if not variant.kept} == {1, 2}
 
 
 def test_no_time_is_left_where_none_was_given():
