@@ -148,9 +148,7 @@ def varied(
     most: int = 99,
     least: Callable[[int], float] = lambda place: 0.1,
 ) -> VariantSearch:
-    """A search among forms of which those tried at the places of `fitting` fit, in so many seconds, and none in less
-    than the `least` of its place.
-    """
+    """A search among forms: those planned at places of `fitting` fit in so many seconds, none in less than `least`."""
     places = itertools.count()
 
     def search(step: Step, offload: bool, most_nbytes: float, context: SearchContext) -> Any:
