@@ -217,11 +217,12 @@ def _ordered(search: VariantSearch) -> Iterator[Variant]:
             least = [replace(kinds[-1], offload=offload) for kinds in of_count.values()]
             fitting = yield from _bracketed(search, [v for v in least if v != first], is_last=offload == offloads[-1])
     fewest = min(fitting, default=0)
+    fewer = max((n for n in of_count if n < fewest), default=fewest)  # that nothing was found there is no proof
     needs_offload = search.best is not None and bool(search.best.offloaded)
-    for count in (n for n in of_count if n not in more or n in fitting):
+    for count in sorted((n for n in of_count if n not in more or n in fitting), key=lambda n: (n < fewest, n)):
         kinds = of_count[count][::-1] if count in fitting else of_count[count]
         for variant in (replace(kind, offload=offload) for kind in kinds for offload in offloads):
-            if not variant.offload and (needs_offload or count < fewest):  # that of least memory did not fit
+            if not variant.offload and (needs_offload or count < fewer):
                 continue
             best = search.best
             if best is None or best.step_seconds <= _GOOD_ENOUGH * search.least_seconds or not search.goes_on():

@@ -22,6 +22,7 @@ from passes.intra_op import MeshProblems, MeshSearch, by_hand, memory_limit, nam
 from passes.solver import SolverOptions, solve
 from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.rewrite.test_remat import arguments, train_step
+from tests.autopar.tools.test_progress import varied
 
 OPTIMIZER = optax.sgd(0.01, momentum=0.9)
 BRIEF = autopar.Auto(seconds=2.0)
@@ -140,6 +141,13 @@ def test_nothing_is_solved_within_a_limit_that_is_seen_to_be_out_of_reach(monkey
     assert not asked
     assert search.cheapest_within(least).peak_nbytes <= least
     assert asked
+
+
+def test_fewer_microbatches_are_tried_once_more_than_the_fewest_that_were_seen_to_fit():
+    """That nothing was found for the variant of least memory in two microbatches, the third planned, is no proof."""
+    search = varied(lambda _: None, {3: 0.9, 6: 0.5})
+    assert search.run().microbatches == 2
+    assert {variant.count for variant in search.planned if not variant.kept} == {1, 2, 4}
 
 
 @pytest.mark.slow
