@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
 from typing import Literal as OneOf
@@ -157,7 +157,13 @@ def source_of(equation: Any, call: str = "") -> str:
     JAX and its neural-network libraries are not the user's code. Where nothing else led to an equation, it is the line
     of the `call` around it, then a library's own.
     """
-    traceback = equation.source_info.traceback
+    line, library = _lines_of(equation.source_info.traceback)
+    return line or call or library
+
+
+@lru_cache(maxsize=4096)  # equal layers have equal tracebacks
+def _lines_of(traceback: Any) -> tuple[str, str]:
+    """(the user's line nearest to an equation, else the innermost one of a library that the user called), or empty."""
     innermost = ""
     for code, instruction in zip(*traceback.raw_frames(), strict=True) if traceback else ():
         kind = _whose(code.co_filename)
@@ -166,11 +172,10 @@ def source_of(equation: Any, call: str = "") -> str:
         if (kind == "library" and innermost) or kind == "jax":
             continue
         frame = source_info_util.raw_frame_to_frame(code, instruction)
-        here = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+        innermost = f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
         if kind == "user":
-            return here
-        innermost = here
-    return call or innermost
+            return innermost, ""
+    return "", innermost
 
 
 @cache

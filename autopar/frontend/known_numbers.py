@@ -78,8 +78,12 @@ def number_of(value: int, values: Values) -> float | int | bool | None:
 
 def computed(equation: Any, inputs: Sequence[int], values: Values) -> float | int | bool | None:
     """The number that every element of an equation's result is; None where it is not known, or not computed here."""
-    numbers = [number for value in inputs if (number := number_of(value, values)) is not None]
-    if not numbers or len(numbers) < len(inputs) or len(equation.outvars) != 1 or equation.effects:
+    numbers: list[float | int | bool] = []
+    for value in inputs:
+        if (number := number_of(value, values)) is None:
+            return None
+        numbers.append(number)
+    if not numbers or len(equation.outvars) != 1 or equation.effects:
         return None
     name = equation.primitive.name
     if name in _VIEWS:

@@ -116,9 +116,11 @@ def without_elements(equation: Any) -> Any:
     `jax.lax.associative_scan` ends in such slices and joins. An array without elements is never cut, and so the slice
     that makes it would bring to every device the whole of what it takes nothing of.
     """
+    if all(0 not in var.aval.shape for side in (equation.invars, equation.outvars) for var in side):
+        return None
     operands, results = ([var.aval for var in side] for side in (equation.invars, equation.outvars))
     is_number = all(jnp.issubdtype(aval.dtype, np.number) or aval.dtype == bool for aval in results)
-    if equation.effects or not is_number or not any(map(_is_empty, (*operands, *results))):
+    if equation.effects or not is_number:
         return None
     name, params = equation.primitive.name, equation.params
     is_made = all(map(_is_empty, results)) and any(not isinstance(var, jax_compat.Literal) for var in equation.invars)
@@ -152,10 +154,10 @@ def without_dead_code(jaxpr: Any) -> tuple[Any, tuple[bool, ...]]:
     That is what `jax.jit` compiles. All inputs are kept.
     """
     opened, constants = jax_compat.open_jaxpr(jaxpr)
-    needed = [True] * len(opened.outvars)
-    _, read = dce_jaxpr(opened, needed)
-    live, _ = dce_jaxpr(opened, needed, instantiate=True)
-    return ClosedJaxpr(live, constants), tuple(read)
+    live, _ = dce_jaxpr(opened, [True] * len(opened.outvars), instantiate=True)
+    atoms = [*live.outvars, *(atom for equation in live.eqns for atom in equation.invars)]
+    read = {atom for atom in atoms if not isinstance(atom, jax_compat.Literal)}
+    return ClosedJaxpr(live, constants), tuple(var in read for var in live.invars)
 
 
 def _is_empty(aval: Any) -> bool:

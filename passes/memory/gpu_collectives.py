@@ -91,14 +91,15 @@ def _as_kernels(
             kernels.append(operation)
             continue
         listed = dict.fromkeys(operation.operands)
-        pending, met = list(listed), set(listed)
-        for o in pending:
-            if o not in written:
-                del listed[o]
-                appended = [below for below in dict.fromkeys(operations[o].operands) if below not in met]
-                met.update(appended)
-                pending.extend(appended)
-                listed.update(dict.fromkeys(appended))
+        if not written.issuperset(listed):
+            pending, met = list(listed), set(listed)
+            for o in pending:
+                if o not in written:
+                    del listed[o]
+                    appended = [below for below in dict.fromkeys(operations[o].operands) if below not in met]
+                    met.update(appended)
+                    pending.extend(appended)
+                    listed.update(dict.fromkeys(appended))
         kernels.append(operation.reading((*listed, *before.get(index, ()))))
     for made, other in together.items():
         both = dict.fromkeys((*kernels[made].operands, *kernels[other].operands))

@@ -27,6 +27,7 @@ FUSIBLE = frozenset(
 """Kinds that are computed where they are read."""
 
 ELEMENTWISE = frozenset({"elementwise", "expensive"})
+PURE = frozenset({*ELEMENTWISE, "bitcast"})
 TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
 """Kinds whose kernels compute what they read."""
 
@@ -227,15 +228,16 @@ def _reads(operations: Sequence[Operation], written: Sequence[int], root: int) -
     pure = operation.kind in ELEMENTWISE or (operation.kind == "collective" and operation.name == "all_reduce")
     reads = {o: pure for o in operation.operands if written[o]}
     pending, seen = [(o, pure) for o in operation.operands if not written[o]], set[tuple[int, bool]]()
-    while pending:
-        index, is_pure = pending.pop()
-        if (index, is_pure) in seen:
+    for read in pending:
+        if read in seen:
             continue
-        seen.add((index, is_pure))
+        seen.add(read)
+        index, is_pure = read
         operation = operations[index]
-        if written[index]:
-            reads[index] = reads.get(index, True) and is_pure
-        elif operation.kind != "literal":
-            below = is_pure and operation.kind in (*ELEMENTWISE, "bitcast")
-            pending.extend((o, below) for o in operation.operands)
+        below = is_pure and operation.kind in PURE
+        for o in operation.operands:
+            if written[o]:
+                reads[o] = below and reads.get(o, True)
+            else:
+                pending.append((o, below))
     return reads

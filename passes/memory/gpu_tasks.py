@@ -171,14 +171,18 @@ def copies(operations: Sequence[Operation], kernels: Sequence[Kernel]) -> dict[i
                 readers.setdefault(read, []).append(kernel.operation)
     pairs = [pair for made in readers.values() for pair in pairwise(made) if _is_made_beside(operations, *pair)]
     together: dict[int, int] = {}
-    reads = {kernel.operation: kernel.reads for kernel in kernels} if pairs else {}
+    bits = {made: 1 << bit for bit, made in enumerate(dict.fromkeys(made for pair in pairs for made in pair))}
+    before = _before(kernels, bits) if pairs else {}
     for copy, other in pairs:
-        waits = _waits(reads, other, copy, in_order=not together)
-        if waits or (together and _waits(reads, copy, other)):
+        if before[other] & bits[copy] or before[copy] & bits[other]:
             continue
         together[copy] = other
-        joint = tuple(dict.fromkeys((*reads[copy], *reads[other])))
-        reads[copy], reads[other] = (*joint, other), joint
+        joint = before[copy] | before[other]  # both read what either does, and the copy names what the other makes
+        for made, mask in before.items():
+            if mask & bits[copy] or made == copy:
+                before[made] = mask | joint | bits[other]
+            elif mask & bits[other] or made == other:
+                before[made] = mask | joint
     return together
 
 
@@ -212,20 +216,15 @@ def _at_once(
     return list(ordered.values())
 
 
-def _waits(reads: Mapping[int, Sequence[int]], kernel: int, other: int, *, in_order: bool = False) -> bool:
-    """Whether a kernel comes after another one, by the operations that they write, in every order.
-
-    Where all are `in_order`, each behind what it reads, what comes before the other one is not looked at.
-    """
-    pending, seen = [kernel], {kernel}
-    while pending:
-        for read in reads[pending.pop()]:
-            if read == other:
-                return True
-            if read not in seen and (read > other or not in_order):
-                seen.add(read)
-                pending.append(read)
-    return False
+def _before(kernels: Sequence[Kernel], bits: Mapping[int, int]) -> dict[int, int]:
+    """The operations that come before each of those with a bit in every order, as bits."""
+    masks: dict[int, int] = {}
+    for kernel in kernels:
+        mask = 0
+        for read in kernel.reads:
+            mask |= masks[read] | bits.get(read, 0)
+        masks[kernel.operation] = mask
+    return {made: masks[made] for made in bits}
 
 
 def _makes_little(made: Operation, read: Operation) -> bool:

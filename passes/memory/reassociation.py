@@ -17,6 +17,8 @@ from passes.memory.operations import Operation
 
 def reassociated(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[list[Operation], list[int]]:
     """The operations with all-reduces behind sums, in a valid order, and the new position of each old one."""
+    if not any(_adds_reduced(operations, operation) for operation in operations):
+        return list(operations), list(range(len(operations)))
     readers = _readers(operations, outputs)
     changed: list[Operation] = []
     place: list[int] = []
@@ -52,6 +54,15 @@ def reassociated(operations: Sequence[Operation], outputs: Sequence[int]) -> tup
             moved = pairs[0][0]._replace(operands=(summed,), shape=moved.shape, dtype=moved.dtype, value=moved.value)
         place.append(add(moved, is_alone=readers[index] == 1))
     return changed, place
+
+
+def _adds_reduced(operations: Sequence[Operation], operation: Operation) -> bool:
+    """Whether an operation adds what an all-reduce makes, converted or not."""
+    if operation.kind != "elementwise" or operation.name != "add":
+        return False
+    read = [operations[o] for o in operation.operands]
+    sources = [operations[o.operands[0]] if o.is_conversion else o for o in read]
+    return any(source.kind == "collective" for source in sources)
 
 
 def _readers(operations: Sequence[Operation], outputs: Sequence[int]) -> Counter[int]:
