@@ -32,7 +32,7 @@ from autopar.lowering.localize import Arrays, Cut
 from autopar.plan import partition_specs
 from passes.cluster import CPU, Axes, Mesh
 from passes.ir import Graph, Phase, TensorType, phase
-from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, resharding_plan
+from passes.placement import Layout, Pack, Placement, Resharding, ReshardingPlan, is_free, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder, ShardingSpec, Step, replicated
 
@@ -214,11 +214,13 @@ def walk(
     """A body's outputs in their planned placements, from its inputs in theirs."""
     state = _State(body, layout, semantics, inputs, reshardings.same)
     for index, node in enumerate(body.graph.nodes):
+        state.pack(reshardings.packs.get(index, ()))
         state.bring(reshardings.before[index])
         if is_free(body.graph, index):
             state.free.update(dict.fromkeys(node.outputs, index))
         else:
             state.run(index, layout.placements[index], reshardings.bodies.get(index, ()))
+    state.pack(reshardings.packs.get(len(body.graph.nodes), ()))
     state.bring(reshardings.before[-1])
     outputs = zip(body.graph.outputs, layout.outputs, strict=True)
     return tuple(state.read(value, spec, "forward") for value, spec in outputs)
@@ -245,9 +247,22 @@ class _State:
         self.free: dict[int, int] = {}
         self.made: dict[tuple[int, ShardingSpec], Any] = {}
 
+    def pack(self, packs: Sequence[Pack]) -> None:
+        """Makes the reductions of each pack as one, of an array in which they lie side by side."""
+        for pack in packs:
+            arrays = [self.read(move.value, move.before, move.phase) for move in pack.reductions]
+            ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
+            with jax.named_scope(f"move_{pack.reductions[0].value}"):
+                beside = jnp.concatenate([array.reshape(-1) for array in arrays])
+                parts = jnp.split(self.semantics.move(beside, pack.reductions[0]), ends)
+            for move, array, part in zip(pack.reductions, arrays, parts, strict=True):
+                self.moved[move.value, move.after, move.phase] = part.reshape(array.shape)
+
     def bring(self, reshardings: Sequence[Resharding]) -> None:
-        """Makes moves, each from its value's home or from where that was reduced to."""
+        """Makes moves that no pack has made, each from its value's home or from where that was reduced to."""
         for move in reshardings:
+            if (move.value, move.after, move.phase) in self.moved:
+                continue
             array = self.read(move.value, move.before, move.phase)
             with jax.named_scope(f"move_{move.value}"):
                 if move.after_value is not None:

@@ -6,6 +6,7 @@ there is learned from a minute of products, copies and collectives, every device
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -245,20 +246,24 @@ def lines_through(nbytes: Floats, seconds: Floats) -> list[tuple[float, float]]:
     half = len(nbytes) // 2
     whole = [_line(nbytes, seconds)]
     halves = [_line(nbytes[:half], seconds[:half]), _line(nbytes[half:], seconds[half:])]
-
-    def error(lines: Sequence[tuple[float, float]]) -> float:
-        highest = np.maximum.reduce([alpha + beta * nbytes for alpha, beta in lines])
-        return float(np.sum(np.log(highest / seconds) ** 2))
-
-    return min(whole, halves, key=error)
+    return min(whole, halves, key=lambda lines: _error(lines, nbytes, seconds))
 
 
 def _line(nbytes: Floats, seconds: Floats) -> tuple[float, float]:
-    """(seconds at 0 bytes, seconds a byte), fitted for the least relative error; neither is less than nothing."""
-    weighted = np.stack([1 / seconds, nbytes / seconds], axis=1)
-    alpha, beta = np.linalg.lstsq(weighted, np.ones(len(seconds)), rcond=None)[0]
-    if alpha <= 0:
-        return 0.0, float(np.median(seconds / nbytes))
-    if beta <= 0:
-        return float(np.median(seconds)), _NO_BETA
-    return float(alpha), float(beta)
+    """(seconds at 0 bytes, seconds a byte) of the line through two points that is nearest to all of them; neither is
+    less than nothing.
+
+    One through all, of least squares, goes a half or a third too low where noise makes one of four points so.
+    """
+    lines = [(0.0, float(np.median(seconds / nbytes))), (float(np.median(seconds)), _NO_BETA)]
+    for (first, early), (last, late) in itertools.combinations(zip(nbytes, seconds, strict=True), 2):
+        beta = (late - early) / (last - first)
+        if beta > 0 and (alpha := early - beta * first) > 0:
+            lines.append((float(alpha), float(beta)))
+    return min(lines, key=lambda line: _error([line], nbytes, seconds))
+
+
+def _error(lines: Sequence[tuple[float, float]], nbytes: Floats, seconds: Floats) -> float:
+    """The distance of the highest of some lines from what was measured: logarithms of the ratios, added up."""
+    highest = np.maximum.reduce([alpha + beta * nbytes for alpha, beta in lines])
+    return float(np.abs(np.log(highest / seconds)).sum())

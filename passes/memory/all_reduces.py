@@ -8,8 +8,9 @@ Reference: XLA's AllReduceCombiner, whose thresholds the CPU compiler does not u
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from passes.memory.fusion import post_order
 from passes.memory.operations import Operation
 
 
@@ -20,6 +21,80 @@ def combined(operations: Sequence[Operation], _: Sequence[int] = ()) -> tuple[tu
         if len(members) > 1:
             join(joined, members)
     return in_order(operations, joined)
+
+
+def visited(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+    """The operations with all-reduces combined as the outputs come to them, in a valid order, and the new position of
+    each old one.
+
+    The first one that is not combined yet begins, and the next ones of its key follow until one waits for one that is
+    there. Their results are in the order of the program, by which kernels are scheduled.
+    """
+    keys = {i: (o.tag, o.dtype) for i, o in enumerate(operations) if o.kind == "collective" and o.name == "all_reduce"}
+    bits = {m: 1 << bit for bit, m in enumerate(keys)}
+    masks: list[int] = []
+    for operation in operations:
+        mask = 0
+        for o in operation.operands:
+            mask |= masks[o] | bits.get(o, 0)
+        masks.append(mask)
+    behind = {m: masks[m] for m in bits}
+
+    def first(members: Sequence[int]) -> list[int]:
+        part, joint = [members[0]], bits[members[0]]
+        for m in members[1:]:
+            if keys[m] != keys[members[0]]:
+                continue
+            if behind[m] & joint:
+                break
+            part.append(m)
+            joint |= bits[m]
+        return part
+
+    joined = list(operations)
+    for part in parts(list(operations), outputs, list(keys), behind, bits, first):
+        join(joined, sorted(part))
+    return in_order(operations, joined)
+
+
+def parts(
+    kernels: list[Operation],
+    outputs: Sequence[int],
+    members: Iterable[int],
+    behind: dict[int, int],
+    bits: Mapping[int, int],
+    first: Callable[[Sequence[int]], list[int]],
+) -> Iterator[list[int]]:
+    """The collectives that are sent as one, two or more: the `first` of those `members` that are left, in the order in
+    which the outputs come to them, which is another one once some are joined.
+
+    `behind` has what each member waits for, as their `bits`; it is kept up to date, and so are the `kernels`.
+    """
+    place = post_order(kernels, outputs)
+    waiting = sorted((m for m in members if place[m] >= 0), key=place.__getitem__)
+    while waiting:
+        part = first(waiting)
+        waiting = [m for m in waiting if m not in part]
+        if len(part) == 1:
+            continue
+        yield part
+        before = _wait(behind, bits, part)
+        join(kernels, part)
+        if any(bits[m] & before for m in waiting):  # those come to be visited earlier
+            place = post_order(kernels, outputs)
+            waiting.sort(key=place.__getitem__)
+
+
+def _wait(behind: dict[int, int], bits: Mapping[int, int], part: Sequence[int]) -> int:
+    """The bits of a part and of what it waits for; collectives that wait for some of it wait for all that now."""
+    joint = sum(bits[m] for m in part)
+    before = joint
+    for m in part:
+        before |= behind[m]
+    for m, mask in behind.items():
+        if mask & joint or m in part:
+            behind[m] = mask | before
+    return before
 
 
 def join(operations: list[Operation], members: Sequence[int]) -> None:

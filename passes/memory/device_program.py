@@ -12,9 +12,9 @@ from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
 from passes.memory.all_reduces import combined
 from passes.memory.collectives import stepped
 from passes.memory.dtype_widening import round_to, to_xla_widened
-from passes.memory.lowering_rules import BARRIER, to_xla
+from passes.memory.lowering_rules import BARRIER, joined_by_copies, to_xla
 from passes.memory.operations import Operation, Operations, Shape, widen
-from passes.placement import Layout, Placement, Resharding, ReshardingPlan, is_free, shared
+from passes.placement import Layout, Pack, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, Step, replicated
 
@@ -122,11 +122,13 @@ def lower(
         lowering.enter(value, replicated(graph.types[value].rank))
     for index, placement in enumerate(layout.placements):
         if reshardings.before[index]:
+            lowering.pack(index, reshardings.packs.get(index, ()))
             lowering.bring(index, reshardings.before[index])
         if is_free(graph, index):
             lowering.free.update(dict.fromkeys(graph.nodes[index].outputs, index))
         else:
             lowering.run(index, placement)
+    lowering.pack(len(graph.nodes), reshardings.packs.get(len(graph.nodes), ()))
     lowering.bring(len(graph.nodes), reshardings.before[-1])
     outputs = [lowering.read(v, s, "forward") for v, s in zip(graph.outputs, layout.outputs, strict=True)]
     outputs = [lowering.written(o) for o in outputs]
@@ -215,10 +217,28 @@ class _Lowering:
             entered = round_to(self.operations, entered, type.dtype)
         self.home[value], self.made[value] = spec, entered
 
+    def pack(self, index: int, packs: Sequence[Pack]) -> None:
+        """Makes the reductions of each pack as one, of an array in which they lie side by side."""
+        operations, self.operations.at = self.operations, index
+        for pack in packs:
+            operations.value, operations.is_fused = pack.reductions[0].value, False
+            made = [self.read(move.value, move.before, move.phase) for move in pack.reductions]
+            wide = [widen(operations, o) for o in made]
+            shape, dtype = (sum(operations[o].size for o in wide),), operations[wide[0]].dtype
+            flat = [operations.reshape(o, (operations[o].size,)) for o in wide]
+            beside = joined_by_copies(operations, flat, shape, dtype, 0, len(flat))
+            total = stepped(operations, beside, pack.reductions[0].steps[0], shape, "add")
+            total = round_to(operations, total, pack.types[0].dtype)
+            for at, (move, o) in enumerate(zip(pack.reductions, wide, strict=True)):
+                part = operations.add("rearrange", (total,), (operations[o].size,), pack.types[0].dtype, ("slice", at))
+                self.moved[move.value, move.after, move.phase] = operations.reshape(part, operations[o].shape)
+
     def bring(self, index: int, reshardings: Sequence[Resharding]) -> None:
-        """Makes moves, each from its value's home or from where that was reduced to."""
+        """Makes moves that no pack has made, each from its value's home or from where that was reduced to."""
         self.operations.at = index
         for move in reshardings:
+            if (move.value, move.after, move.phase) in self.moved:
+                continue
             self.operations.value = move.value
             self.operations.is_fused = self.graph.types[move.value].fused > 0
             operation = self.read(move.value, move.before, move.phase)

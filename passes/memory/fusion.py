@@ -192,8 +192,10 @@ class _Fusion:
         return True
 
     def _reused(self, index: int) -> set[int]:
-        """The operands whose elements an operation reads more than once."""
+        """The operands whose elements an operation reads more than once; what is joined is read once."""
         kind, reads = self.kinds[index], self.reads[index]
+        if self.operations[index].name == "concatenate":
+            return set()
         if kind == "broadcast" or self.operations[index].name == "dynamic-slice":  # XLA does not look at what it takes
             return set(reads)
         return set(list(reads)[1:]) if kind in REPEATING else set()

@@ -13,10 +13,11 @@ AllReduceCombiner and ReduceScatterCombiner, and AllReduceContiguous, with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import cast
 
-from passes.memory.all_reduces import in_order, join
-from passes.memory.fusion import Kernel, post_order
+from passes.memory.all_reduces import in_order, join, parts
+from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_tasks import beside, copies
 from passes.memory.operations import Operation
@@ -57,21 +58,9 @@ def _parts(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) 
     fused = fuse(operations, outputs)
     together = copies(operations, fused)
     kernels, behind = _as_kernels(operations, fused, together), _behind(operations, bits, together)
+    first = partial(_first, operations, behind=behind, bits=bits)
     for kind in KINDS:
-        place = post_order(kernels, outputs)
-        members = [m for m in every if place[m] >= 0 and operations[m].name == kind]
-        members.sort(key=place.__getitem__)
-        while members:
-            part = _first(operations, members, behind, bits)
-            members = [m for m in members if m not in part]
-            if len(part) == 1:
-                continue
-            yield part
-            before = _wait(behind, bits, part)
-            join(kernels, part)
-            if any(bits[m] & before for m in members):  # those come to be visited earlier
-                place = post_order(kernels, outputs)
-                members.sort(key=place.__getitem__)
+        yield from parts(kernels, outputs, [m for m in every if operations[m].name == kind], behind, bits, first)
 
 
 def _as_kernels(
@@ -137,20 +126,8 @@ def _mask(read: Sequence[int], waits: Mapping[int, int], bits: Mapping[int, int]
     return mask
 
 
-def _wait(behind: dict[int, int], bits: Mapping[int, int], part: Sequence[int]) -> int:
-    """The bits of a part and of what it waits for; collectives that wait for some of it wait for all that now."""
-    joint = sum(bits[m] for m in part)
-    before = joint
-    for m in part:
-        before |= behind[m]
-    for m, mask in behind.items():
-        if mask & joint or m in part:
-            behind[m] = mask | before
-    return before
-
-
 def _first(
-    operations: Sequence[Operation], members: Sequence[int], behind: Mapping[int, int], bits: Mapping[int, int]
+    operations: Sequence[Operation], members: Sequence[int], *, behind: Mapping[int, int], bits: Mapping[int, int]
 ) -> list[int]:
     """The first members that are sent as one."""
     first = operations[members[0]]

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from passes.memory import xla
-from passes.memory.all_reduces import combined
+from passes.memory.all_reduces import visited
 from passes.memory.fusion import fuse
 from passes.memory.layouts import laid_out
 from passes.memory.liveness import schedule
 from passes.memory.operations import Operation
 
 
-def _combined(operations: Sequence[Operation], _: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations laid out and all-reduces combined, and the new position of each old one."""
     changed, place = laid_out(operations)
-    joined, moved = combined(changed)
+    joined, moved = visited(changed, [place[o] for o in outputs])
     return joined, tuple(moved[p] for p in place)
 
 

@@ -7,6 +7,7 @@ from passes.placement.operator_groups import Grouping, OperatorGroup, group
 from passes.placement.reshardings import (
     Layout,
     Occurrence,
+    Pack,
     Placement,
     Resharding,
     ReshardingPlan,
@@ -24,6 +25,7 @@ __all__ = [
     "Layout",
     "Occurrence",
     "OperatorGroup",
+    "Pack",
     "Placement",
     "Resharding",
     "ReshardingPlan",

@@ -18,7 +18,7 @@ from typing import Self, cast
 
 from passes.ir import LOOP, Control, Graph, Phase, control_of, phase
 from passes.rules import rule_of, rules_of
-from passes.sharding import Behind
+from passes.sharding import PACKED_NBYTES, Behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class Background:
     def _within(cls, graph: Graph, arguments: Collection[int], leaving: Collection[int]) -> Self:
         floats = [v for v in arguments if graph.types[v].dtype.startswith(("float", "bfloat"))]
         unawaited = _unawaited(graph, leaving)
-        made = sum(
+        gradients = [
             graph.types[v].nbytes
             for v in unawaited
             if _is_for_updates(graph, v) and not graph.nodes[graph.producers[v]].subgraphs
-        )
+        ]
         read = sum(graph.types[v].nbytes for v in floats if not _is_for_updates(graph, v))
         by_node = _products_by_node(graph)
         flops = tuple(sorted(_total(by_node).items()))
@@ -66,7 +66,11 @@ class Background:
             unawaited=unawaited,
             weight=Behind(kinds=("all_gather",), combined_nbytes=0, sent_nbytes=read, flops=flops),
             gradient=Behind(
-                kinds=("all_reduce", "reduce_scatter"), combined_nbytes=made, sent_nbytes=made, flops=flops
+                kinds=("all_reduce", "reduce_scatter"),
+                combined_nbytes=sum(gradients),
+                small_nbytes=sum(nbytes for nbytes in gradients if nbytes <= PACKED_NBYTES),
+                sent_nbytes=sum(gradients),
+                flops=flops,
             ),
             first=min(working, default=0),
             last=max((i for i in working if phase(graph.nodes[i]) == "backward"), default=0),

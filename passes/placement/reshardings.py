@@ -5,6 +5,7 @@ Lowering executes these reshardings and the plan lists their collectives, so the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -73,6 +74,19 @@ class Resharding:
     after_value: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """Reductions along the same axes, of values of these `types` and one dtype, which a program makes as one."""
+
+    reductions: tuple[Resharding, ...]
+    types: tuple[TensorType, ...]
+
+    def nbytes(self, mesh: Mesh) -> int:
+        """Bytes of one device's array in which all lie side by side."""
+        pairs = zip(self.reductions, self.types, strict=True)
+        return sum(reduction.after.local_nbytes(type, mesh) for reduction, type in pairs)
+
+
 def is_free(graph: Graph, node: int) -> bool:
     """Whether a node costs nothing in any placement that its readers need, like a broadcast of literals."""
     candidate = graph.nodes[node]
@@ -92,18 +106,23 @@ def weights(graph: Graph) -> frozenset[int]:
 class ReshardingPlan:
     """The reshardings `before` each node [nodes + 1], last those of outputs; `bodies` has those of loops, by node.
 
-    Values that are computed twice move once: `same` has the one that moves for each that does not.
+    Values that are computed twice move once: `same` has the one that moves for each that does not. `packs` has those of
+    `before` that a program makes as one all-reduce, of an array in which they lie side by side, by the node that reads
+    the first of them.
     """
 
     before: tuple[tuple[Resharding, ...], ...]
     bodies: Mapping[int, tuple[ReshardingPlan, ...]] = field(default_factory=dict[int, "tuple[ReshardingPlan, ...]"])
     same: Mapping[int, int] = field(default_factory=dict[int, int])
+    packs: Mapping[int, tuple[Pack, ...]] = field(default_factory=dict[int, "tuple[Pack, ...]"])
 
 
 class Steps(Protocol):
     """The protocol of a source of steps from one placement of a value to another."""
 
     def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]: ...
+
+    def is_packed(self, type: TensorType, after: ShardingSpec, steps: Sequence[Step]) -> bool: ...
 
 
 @without_gc()
@@ -158,7 +177,29 @@ class _Moving:
                 self.backward.update(node.outputs)
         leaving = zip(graph.outputs, layout.outputs, strict=True)
         brought = (self._bring(value, spec, "forward", None) for value, spec in leaving)
-        return ReshardingPlan(before=(*before, tuple(m for m in brought if m)), bodies=bodies, same=self.same)
+        before.append(tuple(m for m in brought if m))
+        return ReshardingPlan(before=tuple(before), bodies=bodies, same=self.same, packs=self._packs(before))
+
+    def _packs(self, before: Sequence[Sequence[Resharding]]) -> dict[int, tuple[Pack, ...]]:
+        """The packs of reductions, by the node that reads the first: all that they reduce is made before that."""
+        graph, gathered = self.graph, dict[object, list[tuple[int, list[Resharding]]]]()
+        for index, moves in enumerate(before):
+            for move in moves:
+                type = graph.types[move.value]
+                is_sum = move.before.partial and move.before.reduction == "add" and move.after_value is None
+                if not is_sum or not self.resharder.is_packed(type, move.after, move.steps):
+                    continue
+                packs = gathered.setdefault((move.steps[0].axes, type.dtype), [])
+                if packs and graph.producers.get(move.value, -1) < packs[-1][0]:
+                    packs[-1][1].append(move)
+                else:
+                    packs.append((index, [move]))
+        by_node: dict[int, tuple[Pack, ...]] = {}
+        for index, pack in itertools.chain.from_iterable(gathered.values()):
+            if len(pack) > 1:
+                types = tuple(graph.types[move.value] for move in pack)
+                by_node[index] = (*by_node.get(index, ()), Pack(reductions=tuple(pack), types=types))
+        return by_node
 
     def _recognise(self, node: Node, placement: Placement | None) -> None:
         """Records a node that repeats an earlier one, free or in the same placement, which XLA computes only once.
@@ -200,7 +241,7 @@ class Occurrence:
     """One occurrence of a resharding: of a value of `type`, before the node of that `scope` at the source line `where`.
 
     It is made `trips` times a step, each time with probability `share`, in the node's `phase`, and `behind`
-    computing as `Background.behind` says.
+    computing as `Background.behind` says; with the others of a `pack`, if it is in one.
     """
 
     move: Resharding
@@ -211,6 +252,7 @@ class Occurrence:
     trips: int = 1
     share: float = 1.0
     behind: Behind | None = None
+    pack: Pack | None = None
 
 
 def occurrences(
@@ -225,6 +267,7 @@ def occurrences(
 ) -> Iterator[Occurrence]:
     """Every occurrence of a resharding, in loops and branches too; `end` and its scope are where outputs leave."""
     background = background or Background.of(graph)
+    packed = {id(move): pack for packs in reshardings.packs.values() for pack in packs for move in pack.reductions}
     for index, moves_before in enumerate(reshardings.before):
         if not moves_before and index not in reshardings.bodies:
             continue
@@ -240,6 +283,7 @@ def occurrences(
                 trips=trips,
                 share=share,
                 behind=background.behind(move.value),
+                pack=packed.get(id(move)),
             )
         control = control_of(node, graph) if node and index in reshardings.bodies else None
         if control:
@@ -251,21 +295,21 @@ def occurrences(
 
 
 def collectives(graph: Graph, reshardings: ReshardingPlan, mesh: Mesh) -> tuple[Collective, ...]:
-    """Every collective of the reshardings, equal ones of one source line counted together, loops included."""
+    """Every collective of the reshardings, equal ones of one source line counted together, loops included; a pack is
+    one, of the line that reads the first of it.
+    """
     counted: dict[tuple[Kind, tuple[str, ...], str, int, str], int] = {}
     for occurrence in occurrences(graph, reshardings):
-        spec = occurrence.move.before
-        for step in occurrence.move.steps:
+        move, pack = occurrence.move, occurrence.pack
+        if pack and move is not pack.reductions[0]:
+            continue
+        spec = move.before
+        for step in move.steps:
             spec = step.apply(spec)
             if step.kind == "slice" or step.kind == "keep":
                 continue
-            key = (
-                step.kind,
-                step.axes,
-                occurrence.type.dtype,
-                spec.local_nbytes(occurrence.type, mesh),
-                occurrence.where,
-            )
+            nbytes = pack.nbytes(mesh) if pack else spec.local_nbytes(occurrence.type, mesh)
+            key = (step.kind, step.axes, occurrence.type.dtype, nbytes, occurrence.where)
             counted[key] = counted.get(key, 0) + occurrence.trips
     return tuple(
         Collective(kind=kind, axes=axes, dtype=dtype, nbytes=nbytes, count=count, where=where)

@@ -1,10 +1,12 @@
 """The sharding spec of a value on a mesh, and reshardings: the cheapest chain of steps from one spec to another."""
 
+from passes.sharding.behind import PACKED_NBYTES, Behind
 from passes.sharding.on_mesh import boundaries, is_placed, spec_on
-from passes.sharding.resharding import Behind, Resharder, Step, placed
+from passes.sharding.resharding import Resharder, Step, placed
 from passes.sharding.spec import ShardingSpec, parse_spec, replicated
 
 __all__ = [
+    "PACKED_NBYTES",
     "Behind",
     "Resharder",
     "ShardingSpec",

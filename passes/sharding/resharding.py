@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh, collectives
 from passes.errors import InternalError
 from passes.ir import TensorType
+from passes.sharding.behind import PACKED_NBYTES, Behind, packs
 from passes.sharding.spec import ShardingSpec
 
 StepKind = Literal["slice", "keep", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
@@ -33,9 +34,6 @@ _LOCAL_LAUNCHES = 0.25
 """Launches of a kernel that a step without a collective costs beside its copy, assumed: XLA fuses most such steps with
 what reads them. It is more than nothing so that of equal ways the one of fewer steps wins. `python -m
 benchmarks.settings` shows that plans hardly depend on it."""
-
-_INSTANT = 1e-12
-"""Seconds that nothing takes: what is sent in less is as good as sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,20 +111,6 @@ class _Moves:
     seam_parts: Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Behind:
-    """The computing that a resharding's collectives of some `kinds` are hidden behind: products of `flops`, by dtype.
-
-    These are of all devices. Beside them `sent_nbytes` are sent in all, as they are before they are cut; the compiler
-    may send an array in one collective with others, of `combined_nbytes` together (0: by itself).
-    """
-
-    kinds: tuple[collectives.Kind, ...]
-    combined_nbytes: int
-    sent_nbytes: int
-    flops: tuple[tuple[str, float], ...]
-
-
 class Resharder:
     """The costs and steps of every resharding on one mesh, computed once."""
 
@@ -158,7 +142,7 @@ class Resharder:
         Of one behind computing, those that the step is longer for it: `steps` has the same chain for both.
         """
         device = self.mesh.cluster.group().device
-        if not (device.bucket_nbytes or device.collective_overlap):
+        if not (device.bucket_nbytes or device.collective_overlap or packs(self.mesh)):
             behind = None
         key = (type, reduction, behind)
         if key not in self._closures:
@@ -206,6 +190,11 @@ class Resharder:
             chain.append(moves.routes.steps[move])
             at = int(moves.routes.target[move])
         return tuple(chain)
+
+    def is_packed(self, type: TensorType, after: ShardingSpec, steps: Sequence[Step]) -> bool:
+        """Whether a program packs a reduction of a value by these `steps` with others, if they do not wait for it."""
+        small = packs(self.mesh) and after.local_nbytes(type, self.mesh) <= PACKED_NBYTES
+        return small and [step.kind for step in steps] == ["all_reduce"]
 
     def _moves_of(self, rank: int, reduction: str) -> _Moves:
         key = (rank, reduction)
@@ -275,10 +264,9 @@ class Resharder:
                 group = self.mesh.group(step.axes)
                 cost[members] = collectives.seconds(step.kind, payload[members], group)
                 if behind is not None and step.kind in behind.kinds:
-                    bucket_nbytes = min(behind.combined_nbytes, device.bucket_nbytes)
-                    together = collectives.bucket_share(step.kind, payload[members], group, bucket_nbytes)
+                    together = behind.together(step.kind, payload[members], self.mesh, step.axes)
                     everything = payload[members] * (behind.sent_nbytes / max(type.nbytes, 1))
-                    exposed = 1 - self._hidden(behind, collectives.seconds(step.kind, everything, group))
+                    exposed = 1 - behind.hidden(collectives.seconds(step.kind, everything, group), self.mesh)
                     cost[members] = exposed * np.minimum(cost[members], together)
                 # In a bucket, the launch is that of the kernel that packs the array.
                 cost[members] += device.launch_seconds + strided * rearranged[members]
@@ -287,12 +275,6 @@ class Resharder:
             divisible &= (moves.parts == 1).all(axis=1)
         cost[~(divisible[moves.routes.source] & divisible[moves.routes.target])] = np.inf
         return cost
-
-    def _hidden(self, behind: Behind, everything: Seconds) -> Seconds:
-        """The part that is hidden of what takes these seconds in all: no more than the products beside it take."""
-        device = self.mesh.cluster.group().device
-        computing = sum(flops / device.matmul_flops_per_second(dtype) for dtype, flops in behind.flops)
-        return np.minimum(device.collective_overlap, computing / self.mesh.size / np.maximum(everything, _INSTANT))
 
 
 def _strided(type: TensorType, moves: _Moves) -> Seconds:

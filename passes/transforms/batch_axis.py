@@ -46,6 +46,10 @@ class Time:
         (cut,) = (d for d, axes in enumerate(after.dims) if axes)
         return (Step(kind="slice", axes=(AXIS,), to_dim=cut),)
 
+    def is_packed(self, type: object, after: ShardingSpec, steps: Sequence[Step]) -> bool:
+        """Whether a sum is packed with others into one collective: it is not, as nothing is sent in time."""
+        return False
+
 
 def whole_layout(graph: Graph) -> Layout:
     """Everything whole, bodies of loops and branches included."""

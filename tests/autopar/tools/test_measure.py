@@ -74,6 +74,16 @@ def test_lines_are_as_near_as_one_can_be_and_never_fall(seconds, count):
         assert highest == pytest.approx(seconds, rel=0.12)
 
 
+@pytest.mark.parametrize("noisy", [1, 2])
+def test_one_point_that_is_too_low_does_not_draw_the_line_to_itself(noisy: int):
+    """Of a reduce-scatter among 4 threads the second of four points was a third of what it is alone."""
+    sizes = np.array(NBYTES, float)
+    true = 1e-4 + sizes / 5e8
+    seconds = np.where(np.arange(4) == noisy, true / 3.5, true)
+    highest = np.max([alpha + beta * sizes for alpha, beta in lines_through(sizes, seconds)], axis=0)
+    assert highest == pytest.approx(true, rel=0.05)
+
+
 def test_a_slow_all_reduce_changes_the_plan():
     """Where sums are dear, the search finds a plan that does without."""
 

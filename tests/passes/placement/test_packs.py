@@ -1,0 +1,128 @@
+"""Small all-reduces that a program on CPUs packs into one array."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.frontend import trace
+from passes.cluster import Mesh, parse_cluster
+from passes.ir import TensorType
+from passes.placement import Background
+from passes.sharding import PACKED_NBYTES, Behind, Resharder, parse_spec
+
+SIZES = (16, 64, 256, 32, 8)
+LARGE = 64 * 256 * 4
+"""Bytes of the one weight of these layers that is no smaller than what is packed."""
+
+
+def weights(key: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    shapes = itertools.pairwise(SIZES)
+    return [(jax.random.normal(key, (m, n)) * 0.1, jnp.full((n,), 0.1)) for m, n in shapes]
+
+
+def step(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+    """Plain layers and a sum as loss, each gradient read by its own update alone."""
+
+    def loss(params: Any) -> jax.Array:
+        x = batch
+        for w, b in params:
+            x = jnp.tanh(x @ w + b)
+        return jnp.sum(x**2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 1e-2 * g, params, gradients), value
+
+
+def normalised(params: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+    """Layers normalised over the batch: the second mean waits for the first."""
+
+    def loss(params: Any) -> jax.Array:
+        x = batch
+        for w, b in params:
+            x = jnp.tanh(x @ w + b)
+            x = (x - jnp.mean(x, 0)) * jax.lax.rsqrt(jnp.var(x, 0) + 1e-3)
+        return jnp.sum(x**3)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 1e-2 * g, params, gradients), value
+
+
+BATCH = np.random.default_rng(0).normal(size=(32, SIZES[0])).astype(np.float32)
+
+
+def test_small_gradients_and_the_loss_are_one_all_reduce_and_a_large_one_is_by_itself() -> None:
+    assert LARGE == PACKED_NBYTES
+    params = weights(jax.random.key(0))
+    compiled = autopar.parallelize(step, planner=autopar.DataParallel()).lower(params, BATCH).compile()
+    gradients = sum(array.nbytes for array in jax.tree.leaves(params))
+    assert [(c.kind, c.count, c.nbytes) for c in compiled.plan.collectives] == [("all_reduce", 1, gradients + 4)]
+    wider = [(jnp.tile(w, (1, 2)), jnp.tile(b, 2)) if w.nbytes == LARGE else (w, b) for w, b in params]
+    wider = [*wider[:2], (jnp.tile(wider[2][0], (2, 1)), wider[2][1]), wider[3]]
+    plan = autopar.parallelize(step, planner=autopar.DataParallel()).plan(wider, BATCH)
+    assert sorted(c.nbytes for c in plan.collectives)[-1] == 2 * LARGE
+    assert len(plan.collectives) == 2
+    compiled.verify().check()
+
+
+@pytest.mark.parametrize("fun", [step, normalised])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(2), autopar.Megatron(data=4, tensor=2)])
+def test_packed_programs_are_what_plans_and_predictions_say(fun: Callable[..., Any], dtype: str, planner: Any) -> None:
+    params = jax.tree.map(lambda x: x.astype(dtype), weights(jax.random.key(1)))
+    batch = jnp.asarray(BATCH, dtype)
+    parallel = autopar.parallelize(fun, planner=planner, donate_argnums=0)
+    compiled = parallel.lower(params, batch).compile()
+    compiled.verify().check()
+    report = compiled.memory_analysis()
+    measured = report.argument_size_in_bytes + report.output_size_in_bytes - report.alias_size_in_bytes
+    measured += report.temp_size_in_bytes
+    assert compiled.plan.peak_nbytes == pytest.approx(measured, rel=0.05)
+    expected = jax.jit(fun)(params, batch)
+    results = compiled(jax.tree.map(jnp.copy, params), batch)
+    tolerance = 1e-5 if dtype == "float32" else 0.1
+    for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=tolerance, atol=tolerance * np.abs(y).max())
+
+
+def test_a_mean_that_waits_for_another_is_not_packed_with_it() -> None:
+    plan = autopar.parallelize(normalised, planner=autopar.DataParallel()).plan(weights(jax.random.key(2)), BATCH)
+    assert sum(c.count for c in plan.collectives) > 2 * len(SIZES)
+
+
+def test_accelerators_are_left_to_their_compilers() -> None:
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:h100")
+    plan = parallel.plan(weights(jax.random.key(0)), BATCH)
+    assert sum(c.count for c in plan.collectives) == 2 * len(SIZES) - 1
+
+
+def test_a_small_array_pays_its_share_of_a_pack_and_a_large_one_by_itself() -> None:
+    resharder = Resharder(Mesh(axes=("x",), sizes=(8,), cluster=parse_cluster("8:cpu")))
+    small, whole, large = (TensorType(shape=(n,), dtype="float32") for n in (1 << 8, 1 << 14, 1 << 15))
+    ends, launch = (parse_spec("[-] add@x"), parse_spec("[-]")), resharder.mesh.cluster.group().device.launch_seconds
+    behind = Behind(
+        kinds=("all_reduce",),
+        combined_nbytes=whole.nbytes,
+        sent_nbytes=whole.nbytes,
+        flops=(),
+        small_nbytes=whole.nbytes,
+    )
+    each = resharder.cost(small, *ends, behind) - launch
+    assert np.isclose(64 * each, resharder.cost(whole, *ends) - launch)
+    assert resharder.cost(large, *ends, behind) == resharder.cost(large, *ends)
+
+
+def test_the_bytes_of_a_pack_are_those_of_small_gradients() -> None:
+    params = weights(jax.random.key(0))
+    wide = [*params, (jnp.ones((SIZES[-1], 1 << 14)), jnp.zeros((1 << 14,)))]  # half a MiB, and one that is packed
+    gradients, loss_nbytes = [array.nbytes for array in jax.tree.leaves(wide)], 4
+    behind = Background.of(trace(step, (wide, BATCH), {}).graph).gradient
+    assert behind.small_nbytes == sum(n for n in gradients if n <= PACKED_NBYTES) + loss_nbytes
+    assert behind.combined_nbytes == sum(gradients) + loss_nbytes
