@@ -1,8 +1,9 @@
 """Small gradients reduced one by one, and as one array: `python -m benchmarks.buckets --help`.
 
-A plan's price combines small collectives of one kind and axis, as XLA combines them. Here a program on virtual CPU
-devices reduces so many gradients by a `psum` each, or lays them side by side, reduces that and cuts it apart: how many
-all-reduces XLA makes of either, whether results are equal bit by bit, and how long either takes, run in turn.
+XLA's CPU compiler makes one all-reduce of many, but runs it array by array, so programs pack small ones into one there.
+Here a program on virtual CPU devices reduces so many gradients by a `psum` each, or lays them side by side, reduces
+that and cuts it apart: how many all-reduces XLA makes of either, whether results are equal bit by bit, and how long
+either takes, run in turn. Up to which size that pays is `PACKED_NBYTES` of `passes/sharding/behind.py`.
 """
 
 import argparse

@@ -85,7 +85,7 @@ def seconds_table(seconds: Mapping[str, float], sent_seconds: float) -> Table:
     hidden = sent_seconds - exposed
     note = (
         f"Of collectives, what is exposed: one by one they take {quantities.seconds(sent_seconds)}, of which "
-        f"{quantities.seconds(hidden)} are hidden behind computing or saved where the compiler combines them."
+        f"{quantities.seconds(hidden)} are hidden behind computing or saved where they are combined."
     )
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     rows = [(cause, quantities.seconds(s), quantities.share(s, total)) for cause, s in ordered]
