@@ -226,9 +226,10 @@ class _Lowering:
             wide = [widen(operations, o) for o in made]
             shape, dtype = (sum(operations[o].size for o in wide),), operations[wide[0]].dtype
             flat = [operations.reshape(o, (operations[o].size,)) for o in wide]
-            beside = joined_by_copies(operations, flat, shape, dtype, 0, len(flat))
-            total = stepped(operations, beside, pack.reductions[0].steps[0], shape, "add")
-            total = round_to(operations, total, pack.types[0].dtype)
+            total = joined_by_copies(operations, flat, shape, dtype, 0, len(flat))
+            for step in pack.reductions[0].steps:
+                total = widen(operations, total)
+                total = round_to(operations, stepped(operations, total, step, shape, "add"), pack.types[0].dtype)
             for at, (move, o) in enumerate(zip(pack.reductions, wide, strict=True)):
                 part = operations.add("rearrange", (total,), (operations[o].size,), pack.types[0].dtype, ("slice", at))
                 self.moved[move.value, move.after, move.phase] = operations.reshape(part, operations[o].shape)

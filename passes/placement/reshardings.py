@@ -76,7 +76,7 @@ class Resharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Reductions along the same axes, of values of these `types` and one dtype, which a program makes as one."""
+    """Reductions by the same steps, of values of these `types` and one dtype, which a program makes as one."""
 
     reductions: tuple[Resharding, ...]
     types: tuple[TensorType, ...]
@@ -189,7 +189,7 @@ class _Moving:
                 is_sum = move.before.partial and move.before.reduction == "add" and move.after_value is None
                 if not is_sum or not self.resharder.is_packed(type, move.after, move.steps):
                     continue
-                packs = gathered.setdefault((move.steps[0].axes, type.dtype), [])
+                packs = gathered.setdefault((move.steps, type.dtype), [])
                 if packs and graph.producers.get(move.value, -1) < packs[-1][0]:
                     packs[-1][1].append(move)
                 else:

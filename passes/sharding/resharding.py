@@ -194,7 +194,7 @@ class Resharder:
     def is_packed(self, type: TensorType, after: ShardingSpec, steps: Sequence[Step]) -> bool:
         """Whether a program packs a reduction of a value by these `steps` with others, if they do not wait for it."""
         small = packs(self.mesh) and after.local_nbytes(type, self.mesh) <= PACKED_NBYTES
-        return small and [step.kind for step in steps] == ["all_reduce"]
+        return small and {step.kind for step in steps} == {"all_reduce"}
 
     def _moves_of(self, rank: int, reduction: str) -> _Moves:
         key = (rank, reduction)
