@@ -2,7 +2,7 @@
 
 XLA's GPU and TPU compilers send the arrays of a combined all-reduce together. Its CPU compiler combines as many, but
 its runtime reduces one array after another, and at each of them all devices wait for each other: there a program packs
-small ones into one array itself (`passes/placement/packs.py`).
+small ones into one array itself (`passes/placement/reshardings.py`).
 """
 
 from __future__ import annotations

@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh, collectives
 from passes.errors import InternalError
 from passes.ir import TensorType
-from passes.sharding.behind import PACKED_NBYTES, Behind, packs
+from passes.sharding.behind import PACKED_NBYTES, Behind, Seconds, packs
 from passes.sharding.spec import ShardingSpec
 
 StepKind = Literal["slice", "keep", "all_gather", "all_to_all", "all_reduce", "reduce_scatter"]
 
-Seconds = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 T = TypeVar("T")

@@ -148,7 +148,7 @@ def test_gradients_are_reduced_once_a_step():
         mlp_step(LOSSES["sum"]), planner=autopar.DataParallel(), devices=jax.devices()[:4], microbatches=4
     )
     plan = step.plan(params, batch)
-    assert [(c.kind, c.count) for c in plan.collectives ] == [("all_reduce", 1)]
+    assert [(c.kind, c.count) for c in plan.collectives] == [("all_reduce", 1)]
     assert plan.microbatches == 4
     assert re.search(r"microbatches +4\b", plan.format())
 
