@@ -23,7 +23,9 @@ def combined(operations: Sequence[Operation], _: Sequence[int] = ()) -> tuple[tu
     return in_order(operations, joined)
 
 
-def visited(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+def combined_as_visited(
+    operations: Sequence[Operation], outputs: Sequence[int]
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with all-reduces combined as the outputs come to them, in a valid order, and the new position of
     each old one.
 
@@ -32,12 +34,9 @@ def visited(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tu
     """
     keys = {i: (o.tag, o.dtype) for i, o in enumerate(operations) if o.kind == "collective" and o.name == "all_reduce"}
     bits = {m: 1 << bit for bit, m in enumerate(keys)}
-    masks: list[int] = []
-    for operation in operations:
-        mask = 0
-        for o in operation.operands:
-            mask |= masks[o] | bits.get(o, 0)
-        masks.append(mask)
+    masks: dict[int, int] = {}
+    for index, operation in enumerate(operations):
+        masks[index] = mask_of(operation.operands, masks, bits)
     behind = {m: masks[m] for m in bits}
 
     def first(members: Sequence[int]) -> list[int]:
@@ -83,6 +82,14 @@ def parts(
         if any(bits[m] & before for m in waiting):  # those come to be visited earlier
             place = post_order(kernels, outputs)
             waiting.sort(key=place.__getitem__)
+
+
+def mask_of(read: Sequence[int], waits: Mapping[int, int], bits: Mapping[int, int]) -> int:
+    """The bits of what waits for some operations."""
+    mask = 0
+    for o in read:
+        mask |= waits[o] | bits.get(o, 0)
+    return mask
 
 
 def _wait(behind: dict[int, int], bits: Mapping[int, int], part: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import cast
 
-from passes.memory.all_reduces import in_order, join, parts
+from passes.memory.all_reduces import in_order, join, mask_of, parts
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_tasks import beside, copies
@@ -106,9 +106,9 @@ def _behind(operations: Sequence[Operation], bits: Mapping[int, int], together: 
             pending.extend(waiting[:1])
             if not waiting:
                 made = pending.pop()
-                waits[made] = _mask(_needed(operations, together, made), waits, bits)
+                waits[made] = mask_of(_needed(operations, together, made), waits, bits)
     for index, operation in enumerate(() if together else operations):
-        waits[index] = _mask(operation.operands, waits, bits)
+        waits[index] = mask_of(operation.operands, waits, bits)
     return {m: waits[m] for m in bits}
 
 
@@ -116,14 +116,6 @@ def _needed(operations: Sequence[Operation], together: Mapping[int, int], index:
     """The operations that have to be there before one is made, those made together with it included."""
     read = operations[index].operands
     return (*read, together[index]) if index in together else read
-
-
-def _mask(read: Sequence[int], waits: Mapping[int, int], bits: Mapping[int, int]) -> int:
-    """The bits of what waits for some operations."""
-    mask = 0
-    for o in read:
-        mask |= waits[o] | bits.get(o, 0)
-    return mask
 
 
 def _first(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
 
+from passes.memory.all_reduces import mask_of
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import COPY
@@ -220,10 +221,7 @@ def _before(kernels: Sequence[Kernel], bits: Mapping[int, int]) -> dict[int, int
     """The operations that come before each of those with a bit in every order, as bits."""
     masks: dict[int, int] = {}
     for kernel in kernels:
-        mask = 0
-        for read in kernel.reads:
-            mask |= masks[read] | bits.get(read, 0)
-        masks[kernel.operation] = mask
+        masks[kernel.operation] = mask_of(kernel.reads, masks, bits)
     return {made: masks[made] for made in bits}
 
 

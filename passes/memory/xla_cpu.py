@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from passes.memory import xla
-from passes.memory.all_reduces import visited
+from passes.memory.all_reduces import combined_as_visited
 from passes.memory.fusion import fuse
 from passes.memory.layouts import laid_out
 from passes.memory.liveness import schedule
@@ -18,7 +18,7 @@ from passes.memory.operations import Operation
 def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations laid out and all-reduces combined, and the new position of each old one."""
     changed, place = laid_out(operations)
-    joined, moved = visited(changed, [place[o] for o in outputs])
+    joined, moved = combined_as_visited(changed, [place[o] for o in outputs])
     return joined, tuple(moved[p] for p in place)
 
 
