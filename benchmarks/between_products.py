@@ -39,16 +39,20 @@ def rows() -> Iterator[tuple[str, int, float, float]]:
     for nbytes in NBYTES:
         n = nbytes // 4
         around = chains.apart_seconds(scaled, (n,), mesh, devices)
-        product = chains.between_products_seconds(scaled, n, mesh, devices)
+        between = {kind: chains.between_products(operation, n, mesh, devices) for kind, operation in OPERATIONS.items()}
+        product = chains.between_products(scaled, n, mesh, devices)
+        for _ in range(chains.ROUNDS):
+            for chain in (product, *between.values()):
+                chain.go_on()
         for kind, operation in OPERATIONS.items():
             alone = chains.apart_seconds(operation, (n,), mesh, devices) - around
-            yield kind, nbytes, alone, chains.between_products_seconds(operation, n, mesh, devices) - product
+            yield kind, nbytes, alone, between[kind].seconds - product.seconds
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.between_products", description=__doc__)
     parser.parse_args(argv)
-    runs = f"fastest of {chains.REPEATS} runs by itself, median of {chains.TYPICAL} between products"
+    runs = f"fastest of {chains.REPEATS} runs by itself, in {chains.ROUNDS} rounds between products"
     table = Table(title=f"a collective among {DEVICES} devices, {runs}", title_justify="left")
     for name in ("kind", "an array", "by itself", "between products"):
         table.add_column(name, justify="left" if name == "kind" else "right")

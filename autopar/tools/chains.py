@@ -7,13 +7,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.jax_compat import Device
 from autopar.lowering import device_mesh
@@ -22,9 +24,11 @@ from passes.cluster import Mesh
 REPEATS, FEWER = 5, 3
 """Runs of a chain, of which the fastest counts: what disturbs one can only lengthen it. Fewer of a long one."""
 
-TYPICAL = 15
-"""Runs of a chain of collectives, of which the median counts: how threads meet is as often one way as another. Of 16
-sums among 4 of 8 devices on 2 cores the fastest run took a third of the median, which is what programs see."""
+ROUNDS, ROUND_SECONDS = 5, 0.02
+"""Rounds over all chains of collectives, and seconds that one is run for in each, once at least. How threads meet stays
+one way for a tenth of a second or more, then is another: 15 runs on end of sums of 4 KiB have medians of 0.3 to 1.3 ms,
+whether among 2, 4 or 8 of 8 devices on 2 cores, and three chains in one second are within a third of each other. So
+each is come back to, and what they differ by is not when they ran."""
 
 LONG_SECONDS = 0.1
 """A run so long is many times the slice of an operating system's scheduler: runs of one chain were within 10 % of each
@@ -70,7 +74,7 @@ def seconds(
         weights = others(x)
         return lax.fori_loop(0, count, lambda _, y: operation(y, *weights).astype(y.dtype), x)
 
-    short, long = _timed(chain, shape, mesh, devices, dtype, clock, (times, LONGER * times))
+    short, long = _fastest(chain, shape, mesh, devices, dtype, clock, (times, LONGER * times))
     if long <= short:  # noise hides the difference
         return long / cores / (LONGER * times)
     return (long - short) / cores / ((LONGER - 1) * times)
@@ -91,17 +95,80 @@ def apart_seconds(operation: Operation, shape: tuple[int, ...], mesh: Mesh, devi
         return lax.fori_loop(0, count, replaced, arrays)
 
     count = _arrays(math.prod(shape))
-    return _timed(chain, (count, *shape), mesh, devices, "float32", time.perf_counter, (count,))[0] / count
+    return _fastest(chain, (count, *shape), mesh, devices, "float32", time.perf_counter, (count,))[0] / count
 
 
-def between_products_seconds(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """A program of `count` operations, one after another on every device, and the seconds that each run took of one."""
+
+    run: Callable[[jax.Array, jax.Array], jax.Array]
+    filled: Callable[[], jax.Array]
+    everywhere: Any
+    count: int = 1
+    spent: list[float] = field(default_factory=list[float])
+
+    @staticmethod
+    def of(
+        chain: Callable[[jax.Array, jax.Array], jax.Array],
+        shape: tuple[int, ...],
+        mesh: Mesh,
+        devices: Sequence[Device],
+        dtype: Any = "float32",
+        count: int = 1,
+    ) -> Chain:
+        """The program that every device runs on its own array of this shape; it is compiled once it is run."""
+        if mesh.axes:
+            real, spec = device_mesh(mesh, devices), PartitionSpec(mesh.axes)
+            chain = jax.shard_map(chain, mesh=real, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)
+            shape, placed = (shape[0] * mesh.size, *shape[1:]), NamedSharding(real, spec)
+            everywhere: Any = NamedSharding(real, PartitionSpec())
+        else:
+            placed = everywhere = SingleDeviceSharding(devices[0])
+        run = jax.jit(chain, donate_argnums=0)
+        return Chain(run=run, filled=_filled(shape, dtype, placed), everywhere=everywhere, count=count)
+
+    def timed(self, number: int, clock: Callable[[], float], is_done: Callable[[list[float]], bool]) -> list[float]:
+        """Seconds of runs of so many operations until it `is_done`, behind one that is not timed."""
+        x, count = self.filled(), jax.device_put(np.int32(number), self.everywhere)
+        x = self.run(x, count).block_until_ready()
+        spent: list[float] = []
+        while not is_done(spent):
+            start = clock()
+            x = self.run(x, count).block_until_ready()
+            spent.append(clock() - start)
+        return spent
+
+    def go_on(self) -> None:
+        """Runs it for one round, by the wall clock."""
+        spent = self.timed(self.count, time.perf_counter, lambda spent: sum(spent) >= ROUND_SECONDS)
+        self.spent.extend(each / self.count for each in spent)
+
+    @property
+    def seconds(self) -> float:
+        """Mean seconds of one operation in the middle half of the runs.
+
+        A program's collectives meet in all ways in turn, so it sees their mean; what else disturbs a run can only
+        lengthen it.
+        """
+        quarter = len(self.spent) // 4
+        return statistics.fmean(sorted(self.spent)[quarter : len(self.spent) - quarter])
+
+
+@lru_cache
+def _filled(shape: tuple[int, ...], dtype: Any, placed: Sharding) -> Callable[[], jax.Array]:
+    """A function that makes the array of a chain where it is to lie, compiled once for all chains."""
+    return jax.jit(lambda: jnp.full(shape, 0.5, dtype), out_shardings=placed)
+
+
+def between_products(
     operation: Operation,
     n: int,
     mesh: Mesh,
     devices: Sequence[Device],
     before: Callable[[jax.Array], jax.Array] = lambda matrix: matrix,
-) -> float:
-    """Median seconds of a product and one operation on n numbers after it, of a chain as that of `apart_seconds`.
+) -> Chain:
+    """The chain of a product and one operation on n numbers after it, on one array after another as `apart_seconds`.
 
     Collectives are measured so. Devices that share cores have work when the first of them comes to a collective, and
     threads that waited for it have to be woken: among 8 devices on 2 cores, gathering 16 KiB takes 0.09 ms by itself
@@ -121,8 +188,7 @@ def between_products_seconds(
         return lax.fori_loop(0, count, replaced, (arrays, matrix))[0]
 
     count = _arrays(n)
-    clock = time.perf_counter
-    return _timed(chain, (count, n), mesh, devices, "float32", clock, (count,), TYPICAL, statistics.median)[0] / count
+    return Chain.of(chain, (count, n), mesh, devices, count=count)
 
 
 def multiplied(matrix: jax.Array) -> jax.Array:
@@ -135,7 +201,7 @@ def _arrays(elements: int) -> int:
     return min(ARRAYS, max(FEWEST_ARRAYS, HELD_NBYTES // (4 * elements)))
 
 
-def _timed(
+def _fastest(
     chain: Callable[[jax.Array, jax.Array], jax.Array],
     shape: tuple[int, ...],
     mesh: Mesh,
@@ -143,34 +209,17 @@ def _timed(
     dtype: Any,
     clock: Callable[[], float],
     counts: Sequence[int],
-    runs: int = REPEATS,
-    of: Callable[[Sequence[float]], float] = min,
 ) -> list[float]:
-    """Seconds by the clock of a chain of each number of operations, which every device runs on its own array: the least
-    or another of so many runs, or of fewer long ones.
+    """Least seconds by the clock of a chain of each number of operations, which every device runs on its own array.
 
     The number is an argument, so that one program is compiled for all.
     """
-    if mesh.axes:
-        real, spec = device_mesh(mesh, devices), PartitionSpec(mesh.axes)
-        chain = jax.shard_map(chain, mesh=real, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False)
-        shape, placed = (shape[0] * mesh.size, *shape[1:]), NamedSharding(real, spec)
-        everywhere: Any = NamedSharding(real, PartitionSpec())
-    else:
-        placed = everywhere = devices[0]
-    x = jax.device_put(jnp.full(shape, 0.5, dtype), placed)
-    run = jax.jit(chain, donate_argnums=0)
-    times: list[float] = []
-    for number in counts:
-        count = jax.device_put(np.int32(number), everywhere)
-        x = run(x, count).block_until_ready()
-        spent: list[float] = []
-        while len(spent) < (runs if max(spent, default=0.0) < LONG_SECONDS else FEWER):
-            start = clock()
-            x = run(x, count).block_until_ready()
-            spent.append(clock() - start)
-        times.append(of(spent))
-    return times
+    program = Chain.of(chain, shape, mesh, devices, dtype)
+
+    def is_done(spent: list[float]) -> bool:
+        return len(spent) >= (REPEATS if max(spent, default=0.0) < LONG_SECONDS else FEWER)
+
+    return [min(program.timed(number, clock, is_done)) for number in counts]
 
 
 def clock_of(devices: Sequence[Device]) -> tuple[Callable[[], float], int]:

@@ -10,7 +10,7 @@ import itertools
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from autopar.jax_compat import Device
 from autopar.options import checked_devices
 from autopar.tools import device_sweep, whole_steps
-from autopar.tools.chains import TINY, Operation, between_products_seconds, multiplied, seconds
+from autopar.tools.chains import ROUNDS, TINY, Chain, Operation, between_products, multiplied, seconds
 from autopar.tools.device_sweep import Sample
 from passes.cluster import CPU, Cluster, DeviceSpec, Kind, Measured, Mesh, collectives, local_cluster
 from passes.text import nbytes as written_nbytes
@@ -77,7 +77,6 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     devices = checked_devices(devices) or tuple(jax.local_devices())
     cluster = local_cluster(devices)
     group = cluster.group()
-    locally = dict[object, float]()
     whole = Mesh(axes=("d",) if len(devices) > 1 else (), sizes=(len(devices),) * (len(devices) > 1), cluster=cluster)
     announce("products and copies")
     strided = device_sweep.strided_seconds(whole, devices) if len(devices) > 1 else 0.0
@@ -85,9 +84,7 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     timer = device_sweep.timer_of(whole, devices)
     device, samples = device_sweep.device_of(group, cluster, devices, timer, floor, strided)
     # Behind products, not before: right after collectives, large products were seen at half their rate.
-    curves = [
-        curve for ranks in _divisors(len(devices)) for curve in _curves(cluster, devices, ranks, announce, locally)
-    ]
+    curves = list(_curves(cluster, devices, announce))
     announce("overlap")
     overlap = _overlap(whole, devices) if len(devices) > 1 else None
     measured = tuple(line for curve in curves for line in curve.lines)
@@ -145,47 +142,101 @@ def _crossing(matrix: jax.Array) -> jax.Array:
     return multiplied(matrix) + lax.psum(matrix[0, 0], "g") * TINY
 
 
-def _curves(
-    cluster: Cluster, devices: Sequence[Device], ranks: int, announce: Progress, locally: dict[object, float]
-) -> Iterator[_Curve]:
-    """The measurements of every kind of collective among groups of `ranks` neighbours.
+def _curves(cluster: Cluster, devices: Sequence[Device], announce: Progress) -> Iterator[_Curve]:
+    """The measurements of every kind of collective among groups of every number of devices that divides all."""
+    chains = _Chains(devices=devices)
+    sweeps = [_Sweep.of(cluster, len(devices), ranks) for ranks in _divisors(len(devices))]
+    for sweep in sweeps:
+        for kind in sweep.steps:
+            announce(f"{kind} among {sweep.ranks}")
+            sweep.begin(kind, chains)
+    for number in range(2, ROUNDS + 1):
+        announce(f"collectives, round {number} of {ROUNDS}")
+        for chain in chains.begun.values():
+            chain.go_on()
+    for sweep in sweeps:
+        yield from sweep.curves(chains)
+
+
+Before = Callable[[jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chains:
+    """Chains of collectives, and of what stands around them, by operation, what comes before it, and bytes."""
+
+    devices: Sequence[Device]
+    begun: dict[tuple[Operation, Before, int], Chain] = field(
+        default_factory=dict[tuple[Operation, Before, int], Chain]
+    )
+
+    def begin(self, operation: Operation, before: Before, nbytes: int, mesh: Mesh) -> None:
+        """Compiles a chain, unless it is there, and runs its first round."""
+        key = operation, before, nbytes
+        if key not in self.begun:
+            self.begun[key] = between_products(operation, nbytes // 4, mesh, self.devices, before)
+            self.begun[key].go_on()
+
+    def seconds(self, operation: Operation, before: Before, nbytes: int) -> float:
+        """Seconds of one operation, and of what stands around it."""
+        return self.begun[operation, before, nbytes].seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sweep:
+    """Every kind of collective among groups of `ranks` neighbours, along a mesh's axis `r`.
 
     Several groups would drift apart, each at its own collectives, as none does in a program: that has others along the
     mesh's other axes. So each collective comes in turn with a short one across the groups, whose time is known from two
     short ones in turn: among 2 and 4 of 8 devices on 2 cores these take 1.6 to 2 times as long as either alone. Short
     ones of every kind take as long among virtual CPU devices, where each is a meeting of threads: what one run has them
     differ by, another has not, and a search would choose by it.
-
-    Seconds of what stands around them are kept in `locally` for the next number of ranks.
     """
-    rows = len(devices) // ranks
-    sizes = {"g": rows, "r": ranks} if rows > 1 else {"r": ranks}
-    mesh = Mesh(axes=tuple(sizes), sizes=tuple(sizes.values()), cluster=cluster)
-    products = len(sizes)  # one before each collective
 
-    def spent(step: Operation, alone: Operation, nbytes: int) -> float:
+    ranks: int
+    mesh: Mesh
+    steps: dict[Kind, tuple[Operation, Operation]]
+
+    @staticmethod
+    def of(cluster: Cluster, n_devices: int, ranks: int) -> _Sweep:
+        """The sweep of so many neighbours of so many devices."""
+        rows = n_devices // ranks
+        sizes = {"g": rows, "r": ranks} if rows > 1 else {"r": ranks}
+        mesh = Mesh(axes=tuple(sizes), sizes=tuple(sizes.values()), cluster=cluster)
+        return _Sweep(ranks=ranks, mesh=mesh, steps=_steps(ranks))
+
+    @property
+    def before(self) -> tuple[Before, Before]:
+        """The work before a collective, and before what stands around one."""
+        return (_nothing, _nothing) if len(self.mesh.axes) == 1 else (_crossing, multiplied)
+
+    def begin(self, kind: Kind, chains: _Chains) -> None:
+        """Compiles and begins the chains of one kind."""
+        crosses = kind == "all_reduce" and len(self.mesh.axes) > 1
+        for nbytes in (*NBYTES, SHORT) if crosses else NBYTES:
+            for operation, before in zip(self.steps[kind], self.before, strict=True):
+                chains.begin(operation, before, nbytes, self.mesh)
+
+    def _spent(self, kind: Kind, nbytes: int, chains: _Chains) -> float:
         """Seconds of a collective, and of the one across groups if there are several."""
-        before, without = (_crossing, multiplied) if rows > 1 else (_nothing, _nothing)
-        both = between_products_seconds(step, nbytes // 4, mesh, devices, before)
-        key = alone, nbytes, products
-        if alone is not _scaled or key not in locally:
-            locally[key] = between_products_seconds(alone, nbytes // 4, mesh, devices, without)
-        return max(both - locally[key], LEAST * both / products)
+        both, around = (chains.seconds(*each, nbytes) for each in zip(self.steps[kind], self.before, strict=True))
+        return max(both - around, LEAST * both / len(self.mesh.axes))  # of as many products
 
-    steps, seconds_of = _steps(ranks), dict[Kind, list[float]]()
-    crossing = spent(*steps["all_reduce"], SHORT) / 2 if rows > 1 else 0.0
-    for kind, (step, alone) in steps.items():
-        announce(f"{kind} among {ranks}")
-        totals = [spent(step, alone, nbytes) for nbytes in NBYTES]
-        seconds_of[kind] = [max(total - crossing, total / 2) for total in totals]
-    meeting = statistics.median(several[0] for several in seconds_of.values())
-    for kind, several in seconds_of.items():
-        first = meeting if cluster.group().device.name == CPU else several[0]
-        lines = (
-            Measured(kind=kind, ranks=ranks, alpha_seconds=alpha, bytes_per_second=1 / beta)
-            for alpha, beta in lines_through(np.array(NBYTES, float), np.array([first, *several[1:]]))
-        )
-        yield _Curve(lines=tuple(lines), kind=kind, mesh=mesh, seconds=tuple(several))
+    def curves(self, chains: _Chains) -> Iterator[_Curve]:
+        """The lines through what was measured, of each kind."""
+        crossing = self._spent("all_reduce", SHORT, chains) / 2 if len(self.mesh.axes) > 1 else 0.0
+        seconds_of = dict[Kind, list[float]]()
+        for kind in self.steps:
+            totals = [self._spent(kind, nbytes, chains) for nbytes in NBYTES]
+            seconds_of[kind] = [max(total - crossing, total / 2) for total in totals]
+        meeting = statistics.median(several[0] for several in seconds_of.values())
+        for kind, several in seconds_of.items():
+            first = meeting if self.mesh.cluster.group().device.name == CPU else several[0]
+            lines = tuple(
+                Measured(kind=kind, ranks=self.ranks, alpha_seconds=alpha, bytes_per_second=1 / beta)
+                for alpha, beta in lines_through(np.array(NBYTES, float), np.array([first, *several[1:]]))
+            )
+            yield _Curve(lines=lines, kind=kind, mesh=self.mesh, seconds=tuple(several))
 
 
 def _overlap(mesh: Mesh, devices: Sequence[Device]) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.tools import chains, device_sweep, measurement, measurement_text
+from autopar.tools import device_sweep, measurement, measurement_text
 from autopar.tools.cli import main
 from autopar.tools.device_sweep import Sample
 from autopar.tools.measurement import NBYTES, Measurement, hidden, lines_through, with_overlap
@@ -177,103 +177,6 @@ def test_weights_of_a_measured_product_are_no_constants():
         made = jax.vjp(case.weights_like, jnp.full(case.shape, 0.5, case.dtype))[1]
         ones = tuple(jnp.ones(shape, case.dtype) for shape in case.weights)
         assert float(jnp.sum(made(ones)[0].astype(jnp.float32))) > 0  # they depend on the array
-
-
-@pytest.mark.parametrize(("run_seconds", "runs"), [(0.05, chains.REPEATS), (0.2, chains.FEWER)])
-def test_long_runs_are_fewer_and_one_program_serves_all_lengths(run_seconds, runs, monkeypatch):
-    """A clock of the test's own says how long each run takes; operations are counted by what they do to the array."""
-    now, ended, traced = [0.0], [], []
-
-    def clock():
-        now[0] += run_seconds
-        return now[0]
-
-    def recorded(x):
-        traced.append(x)
-        return x + 1
-
-    monkeypatch.setattr(chains, "clock_of", lambda devices: (clock, 1))
-    jitted = jax.jit
-
-    def jit(f, **options):
-        run = jitted(f, **options)
-        return lambda x, count: ended.append(int(count)) or run(x, count)
-
-    monkeypatch.setattr(jax, "jit", jit)
-    chains.seconds(recorded, (4,), Mesh(axes=(), sizes=(), cluster=parse_cluster("1:cpu")), jax.devices()[:1], times=2)
-    assert ended == [2] * (runs + 1) + [2 * chains.LONGER] * (runs + 1)
-    assert len(traced) == 1
-
-
-@pytest.mark.parametrize(("elements", "arrays"), [(4, 16), (1 << 18, 16), (1 << 20, 4), (1 << 27, 4)])
-def test_large_arrays_are_fewer(elements, arrays, monkeypatch):
-    """As many as no cache holds: 1 MiB is read from 16 of them, 4 MiB and more from 4."""
-    shapes = []
-    monkeypatch.setattr(chains, "_timed", lambda chain, shape, *rest: shapes.append((shape, rest[4])) or [1.0])
-    mesh = Mesh(axes=(), sizes=(), cluster=parse_cluster("1:cpu"))
-    assert chains.apart_seconds(jnp.sin, (elements,), mesh, jax.devices()[:1]) == 1 / arrays
-    assert chains.between_products_seconds(jnp.sin, elements, mesh, jax.devices()[:1]) == 1 / arrays
-    assert shapes == [((arrays, elements), (arrays,))] * 2
-
-
-def test_copies_are_measured_on_one_array_after_another():
-    seen = []
-
-    def recorded(x):
-        jax.debug.callback(lambda first: seen.append(float(first)), x[0])
-        return x + 1
-
-    cluster = parse_cluster("1:cpu")
-    spent = chains.apart_seconds(recorded, (4,), Mesh(axes=(), sizes=(), cluster=cluster), jax.devices()[:1])
-    jax.effects_barrier()
-    assert spent > 0
-    runs = len(seen) // chains.ARRAYS
-    assert chains.FEWER + 1 <= runs <= chains.REPEATS + 1
-    assert sorted(seen) == [run + 0.5 for run in range(runs) for _ in range(chains.ARRAYS)]
-
-
-def test_collectives_are_measured_between_products_on_one_array_after_another():
-    seen = []
-
-    def recorded(x):
-        jax.debug.callback(lambda values: seen.append(values.tolist()), x)
-        return x + 1
-
-    cluster = parse_cluster("1:cpu")
-    mesh = Mesh(axes=(), sizes=(), cluster=cluster)
-    spent = chains.between_products_seconds(recorded, 4, mesh, jax.devices()[:1])
-    jax.effects_barrier()
-    assert spent > 0
-    firsts, others = [values[0] for values in seen], [x for values in seen for x in values[1:]]
-    runs = len(seen) // chains.ARRAYS
-    assert chains.FEWER + 1 <= runs <= chains.TYPICAL + 1
-    assert sorted(others) == [run + 0.5 for run in range(runs) for _ in range(3 * chains.ARRAYS)]
-    # The product before it changes one number of each array, by next to nothing: tanh of anything but 0 is 0 to 1.
-    assert all(0 < x - round(x - 0.5) - 0.5 < 1e-4 for x in firsts)
-
-
-def test_a_product_waits_for_the_collective_before_it_and_the_next_collective_for_that():
-    mesh = Mesh(axes=(), sizes=(), cluster=parse_cluster("1:cpu"))
-    texts = []
-
-    def marked(x):
-        return jnp.sin(x)
-
-    jitted = jax.jit
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(jax, "jit", lambda f, **options: texts.append(jax.make_jaxpr(f)) or jitted(f, **options))
-        chains.between_products_seconds(marked, 4, mesh, jax.devices()[:1])
-    jaxpr = texts[0](jnp.full((chains.ARRAYS, 4), 0.5), chains.ARRAYS)
-    (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("scan", "while")]
-    body = loop.params["jaxpr" if loop.primitive.name == "scan" else "body_jaxpr"].jaxpr
-    made = {}
-    for eqn in body.eqns:
-        above = set().union(*(made.get(v, set()) for v in eqn.invars if not hasattr(v, "val")))
-        for out in eqn.outvars:
-            made[out] = above | {eqn.primitive.name}
-    arrays, matrix = (made[v] for v in body.outvars[-2:])
-    assert "dot_general" in arrays
-    assert "sin" in matrix
 
 
 @pytest.mark.parametrize(
