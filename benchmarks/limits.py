@@ -1,0 +1,193 @@
+"""Plans of random networks within memory limits: `python -m benchmarks.limits --help`.
+
+Each network (`benchmarks.networks`) is planned without a limit, then within shares of what that plan needs, and within
+what each plan by hand needs. Of two plans that were found the one within the larger limit is to be as fast, none is to
+be slower than one by hand that keeps its limit, and nothing is to be refused that a plan at hand keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+import autopar
+from benchmarks.console import stdout
+from benchmarks.memory_limit import words
+from benchmarks.networks import Design, drawn
+from passes.cluster import parse_cluster
+from passes.errors import OverBudgetError, PlanningError
+from passes.memory import margin_of
+from passes.text import quantities
+
+CLUSTERS = ("8:a100-80g", "2x4:v100-16g")
+SHARES = (0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
+ROOM = 1.02
+"""What is allowed to a plan that is known to fit, as a multiple of what that needs: nothing has to be met exactly."""
+SAME = 1e-6
+"""The relative difference of seconds that rounding makes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Within:
+    """A plan within a limit, all infinite where none was found; `cpu` is seconds of planning on all cores."""
+
+    why: str
+    limit: float
+    nbytes: float
+    seconds: float
+    bound: float
+    how: str
+    cpu: float
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether there is no plan."""
+        return np.isinf(self.seconds)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.limits",
+        description="Plan random networks without a memory limit, within shares of what that plan needs, and within "
+        "what plans by hand need. Prints steps as multiples of the one without a limit, and the processor time of "
+        "planning. Names every plan that is slower than one found within less, or than one by hand that keeps its "
+        "limit, and every refusal of what is known to fit; exits with 1 if there are any.",
+        epilog="example: python -m benchmarks.limits --seed 3 --count 5 --clusters 8:a100-80g --shares 0.3,0.6",
+    )
+    parser.add_argument("--seed", default=0, type=int, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--first", default=0, type=int, metavar="N", help="number of the first network (default: 0)")
+    parser.add_argument("--count", default=10, type=int, metavar="N", help="networks (default: %(default)s)")
+    parser.add_argument("--clusters", default=CLUSTERS, type=lambda text: tuple(text.split(",")), metavar="A,B")
+    parser.add_argument(
+        "--shares",
+        default=SHARES,
+        type=lambda text: tuple(sorted(map(float, text.split(",")))),
+        metavar="X,Y",
+        help=f"limits, of what the plan without one needs (default: {','.join(map(str, SHARES))})",
+    )
+    parser.add_argument("--max-axes", default=2, type=int, metavar="N", help="of meshes (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    return parser.parse_args(argv)
+
+
+def within_limits(
+    design: Design, cluster: str, shares: Sequence[float], max_axes: int = 2
+) -> tuple[Within, list[Within], list[str]]:
+    """The plan without a limit, those within limits from the least, and what is wrong with them, in words."""
+    network = design.network()
+
+    def planned(planner: Any, limit: float | None, why: str) -> Within:
+        """A plan, or that there is none."""
+        began = time.process_time()
+        most = None if limit is None else int(limit)
+        step = autopar.parallelize(network.step, cluster=cluster, planner=planner, donate_argnums=0, memory_limit=most)
+        try:
+            plan: Any = step.plan(network.state, network.batch)
+        except OverBudgetError as error:
+            least: Any = error.least_memory_plan
+            how = f"refused, {quantities.nbytes(least.peak_nbytes)} at least" if least else "refused"
+            nbytes = seconds = bound = np.inf
+        else:
+            how, nbytes, seconds, bound = words(plan), plan.peak_nbytes, plan.step_seconds, plan.solution.bound
+        cpu = time.process_time() - began
+        limit = np.inf if limit is None else float(limit)
+        return Within(why=why, limit=limit, nbytes=nbytes, seconds=seconds, bound=bound, how=how, cpu=cpu)
+
+    auto = autopar.Auto(max_axes=max_axes)
+    free = planned(auto, None, "no limit")
+    by_hand = list[Within]()
+    for name, planner in (("data parallel", autopar.DataParallel()), ("zero 3", autopar.Zero(3)), *_megatron(cluster)):
+        try:
+            by_hand.append(planned(planner, None, name))
+        except PlanningError:  # it has no batch, or nothing that is cut as this planner does
+            continue
+    limits = [(share * free.nbytes, f"{share:g} of it") for share in shares]
+    limits += [(ROOM * plan.nbytes, f"{plan.why} fits") for plan in by_hand if ROOM * plan.nbytes < free.nbytes]
+    margin = 1 + margin_of(parse_cluster(cluster).group().device)
+    limited = [planned(auto, margin * limit, why) for limit, why in sorted(limits)]
+    return free, limited, _violations([*limited, free], by_hand, margin)
+
+
+def _megatron(cluster: str) -> list[tuple[str, Any]]:
+    """Megatron's planner, over all devices and over half of them."""
+    n_devices = parse_cluster(cluster).n_devices
+    halves = [(1, n_devices), (2, n_devices // 2)]
+    return [(f"megatron {data}x{tensor}", autopar.Megatron(data=data, tensor=tensor)) for data, tensor in halves]
+
+
+def _violations(plans: Sequence[Within], by_hand: Sequence[Within], margin: float) -> list[str]:
+    """Everything that is wrong with plans, in words, those within the least limit first.
+
+    Limits are compared with predictions times the `margin` that plans leave.
+    """
+    wrong = list[str]()
+    for place, plan in enumerate(plans):
+        known = [other for other in (*plans[:place], *by_hand) if margin * other.nbytes <= plan.limit]
+        fastest = min(known, key=lambda other: other.seconds, default=None)
+        if margin * plan.nbytes > plan.limit and not plan.is_refused:
+            wrong.append(f"{plan.why}: the plan needs {margin * plan.nbytes / plan.limit:.3f} of the limit")
+        if fastest is None:
+            continue
+        if plan.is_refused:
+            wrong.append(f"{plan.why}: refused, and '{fastest.why}' keeps the limit")
+        elif plan.seconds > (1 + SAME) * fastest.seconds:
+            wrong.append(f"{plan.why}: {plan.seconds / fastest.seconds:.3f} times '{fastest.why}', which fits")
+        if plan.bound > (1 + SAME) * fastest.seconds and not plan.is_refused:
+            wrong.append(f"{plan.why}: a bound of {plan.bound:.6g} s, and '{fastest.why}' takes {fastest.seconds:.6g}")
+    return wrong
+
+
+def table(free: Within, limited: Sequence[Within], title: str) -> Table:
+    """The plans of one network."""
+    printed = Table(title=title, title_justify="left")
+    for heading in ("limit", "MiB", "step", "by free", "plan", "CPU s"):
+        printed.add_column(heading, justify="left" if heading in ("limit", "plan") else "right")
+    for plan in (*limited, free):
+        printed.add_row(
+            plan.why,
+            "" if np.isinf(plan.limit) else f"{plan.limit / 2**20:.0f}",
+            "" if plan.is_refused else quantities.seconds(plan.seconds),
+            "" if plan.is_refused else f"{plan.seconds / free.seconds:.2f}",
+            plan.how,
+            f"{plan.cpu:.1f}",
+        )
+    return printed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a table for each network; the exit status."""
+    args = arguments(argv)
+    console, rows, wrong = stdout(), list[dict[str, Any]](), list[str]()
+    for number, cluster in itertools.product(range(args.first, args.first + args.count), args.clusters):
+        design = drawn(args.seed, number)
+        title = f"{args.seed}/{number} {design} on {cluster}"
+        free, limited, here = within_limits(design, cluster, args.shares, args.max_axes)
+        wrong += [f"{title}: {line}" for line in here]
+        rows += [{"network": title, **asdict(plan)} for plan in (*limited, free)]
+        if not args.json:
+            console.print(table(free, limited, title))
+            for line in here:
+                console.print(f"MISSED {line}", markup=False)
+    cpu = [row["cpu"] for row in rows if np.isfinite(row["limit"])]
+    summary = (
+        f"{len(cpu)} plans within limits in {np.median(cpu):.1f} s of processor time (median), "
+        f"{np.quantile(cpu, 0.95):.1f} s (95 %), {max(cpu):.1f} s (most); {len(wrong)} missed"
+    )
+    if args.json:
+        print(json.dumps({"rows": rows, "missed": wrong, "summary": summary}))
+    else:
+        console.print(summary)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
