@@ -93,7 +93,7 @@ def fit(
     for _ in range(_ROUNDS):
         point = peak(answer.choice)
         if point.nbytes <= limit:
-            return _filled(Fitted(problem=problem, answer=answer), first.bound, limit, options, peak)
+            return filled(Fitted(problem=problem, answer=answer), first.bound, limit, options, peak, close=False)
         if answer.objective >= cutoff:  # further rows make it dearer
             raise NotCheaperError("what fits takes more time than another plan")
         stalled = 0 if point.nbytes < _PROGRESS * lowest else stalled + 1
@@ -131,10 +131,13 @@ def _roughly(problem: ShardingProblem, options: SolverOptions, cutoff: float) ->
         return search.run(cutoff, close=True)
 
 
-def _filled(fitted: Fitted, least: float, limit: float, options: SolverOptions, peak: Peak) -> Fitted:
+def filled(
+    fitted: Fitted, least: float, limit: float, options: SolverOptions, peak: Peak, *, close: bool = True
+) -> Fitted:
     """The answer that fits, or a better one where the rows that led to it leave some of the limit free.
 
     No answer takes less than `least` seconds. Rows are raised by what is free; where that is too much, by half of it.
+    Without `close` an answer is what a relaxation gives, and nothing is branched on.
     """
     program, raised, most = fitted.problem, 1.0, math.inf
     for _ in range(_FILLINGS if program.budgets else 0):
@@ -144,7 +147,7 @@ def _filled(fitted: Fitted, least: float, limit: float, options: SolverOptions, 
         factor = min(raised * limit / used, math.sqrt(raised * most))
         problem = replace(program, budgets=tuple(replace(row, limit=factor * row.limit) for row in program.budgets))
         try:
-            answer = solve(problem, options, fitted.answer.objective)
+            answer = solve(problem, options, fitted.answer.objective, close=close, known=[fitted.answer.choice])
         except PlanningError:  # nothing is better, as far as was looked
             break
         if answer.objective >= fitted.answer.objective:

@@ -18,6 +18,7 @@ from passes.intra_op.memory_limit import (
     LOOSE,
     Fitted,
     InfeasibleRowError,
+    filled,
     fit,
     least_memory,
     seconds_within,
@@ -339,6 +340,7 @@ def _proven(search: MeshSearch, best: tuple[Solved, Fitted], limit: float) -> tu
     """
     (chosen, fitted), problems, options = best, search.problems, search.options
     peak, least = partial(problems.peak, chosen), math.inf
+    fitted = filled(fitted, chosen.answer.bound, limit, replace(options, gap=max(options.gap, LOOSE)), peak)
     answer = tightened(fitted, chosen.answer.bound, problems.resident(chosen), limit, options, peak)
     for solved in search.solved:
         forms = problems.forms(solved) if solved.answer.bound < answer.objective else []
