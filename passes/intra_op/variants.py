@@ -7,7 +7,7 @@ from those that cost least to those that need least memory; one whose bound is a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.errors import OverBudgetError, PlanningError
@@ -42,7 +42,7 @@ That is all variants of a small step and a few of a GPT of 24 layers: about a mi
 
 
 def forms(layers: int, count: int) -> tuple[Variant, ...]:
-    """The variants in so many microbatches, from the one that costs least to the one that needs least memory."""
+    """The variants in so many microbatches, from the one that costs least to the one that keeps least."""
     kinds: Sequence[Kept] = KEPT if layers else KEPT[:1]
     return tuple(Variant(microbatches=count, kept=() if kind == KEPT[0] else (kind,) * layers) for kind in kinds)
 
@@ -52,9 +52,9 @@ class VariantSearch:
     """The cheapest plan of any variant of a step, of those that need at most `limit` bytes.
 
     `search` plans one, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of each
-    number of microbatches the variant of least memory comes first while none has fitted: if it does not fit, no other
-    will. Those whose cheapest plan does not fit wait until one does as it is, or none is left: a limit costs solves.
-    State is offloaded where nothing fits without, or where that may be cheaper than what does.
+    number of microbatches the variant that keeps least comes first while none has fitted: if it does not fit, others
+    hardly will. Those whose cheapest plan does not fit wait until one does as it is, or none is left: a limit costs
+    solves. State is offloaded where nothing fits without, or where that may be cheaper than what does.
 
     Once one fits, others are tried while all that were `planned`, on all meshes, have fewer than `most` operators, and
     until the deadline of the `context`; not those that compute more than a `dear` one, which takes longer than the best
@@ -216,6 +216,8 @@ def _ordered(search: VariantSearch) -> Iterator[Variant]:
         if search.best is None:
             least = [replace(kinds[-1], offload=offload) for kinds in of_count.values()]
             fitting = yield from _bracketed(search, [v for v in least if v != first], is_last=offload == offloads[-1])
+        if search.best is None:
+            fitting = yield from _keeping_more(search, of_count, offload)
     fewest = min(fitting, default=0)
     fewer = max((n for n in of_count if n < fewest), default=fewest)  # that nothing was found there is no proof
     needs_offload = search.best is not None and bool(search.best.offloaded)
@@ -256,6 +258,21 @@ def _bracketed(
             yield variant
             fitting = [variant.count]
     return fitting if search.best else []
+
+
+def _keeping_more(
+    search: VariantSearch, of_count: Mapping[int, Sequence[Variant]], offload: bool
+) -> Generator[Variant, None, list[int]]:
+    """The variants that keep more, until one fits; returns the numbers of microbatches that do.
+
+    Where weights are larger than activations, computing a layer again may take more room than what it saves. They are
+    tried in the fewest microbatches, and in those of the least memory met so far.
+    """
+    counts = {min(of_count), *(variant.count for variant, _ in search.low_memory[:1])}
+    for variant in (replace(kind, offload=offload) for count in sorted(counts) for kind in of_count[count][:-1]):
+        if variant not in search.planned and search.best is None:
+            yield variant
+    return [search.best.microbatches] if search.best else []
 
 
 def _waited(search: VariantSearch, begun: Sequence[int]) -> list[int]:
