@@ -145,7 +145,7 @@ def filled(
         if used > _FULL * limit or fitted.answer.objective <= (1 + LOOSE) * least:
             break
         factor = min(raised * limit / used, math.sqrt(raised * most))
-        problem = replace(program, budgets=tuple(replace(row, limit=factor * row.limit) for row in program.budgets))
+        problem = _scaled(program, factor)
         try:
             answer = solve(problem, options, fitted.answer.objective, close=close, known=[fitted.answer.choice])
         except PlanningError:  # nothing is better, as far as was looked
@@ -157,6 +157,11 @@ def filled(
         else:
             most = factor
     return fitted
+
+
+def _scaled(problem: ShardingProblem, factor: float) -> ShardingProblem:
+    """The problem with so much of the limit of each of its budgets."""
+    return replace(problem, budgets=tuple(replace(row, limit=factor * row.limit) for row in problem.budgets))
 
 
 def seconds_within(
@@ -189,18 +194,25 @@ def tightened(
     """
     start, answer = time.perf_counter(), replace(fitted.answer, bound=min(least, fitted.answer.objective))
     whole = replace(fitted.problem, budgets=(replace(resident, limit=limit),))
-    for problem in (whole, fitted.problem):
+    stated, factor = fitted.problem if fitted.problem.budgets else whole, 1.0
+    for number in range(1 + _FILLINGS):
+        proves = number == 0
+        problem = whole if proves else _scaled(stated, factor)
         if answer.is_within(options.gap_of(problem)):
             break
-        cutoff = math.inf if problem is whole else answer.objective
         try:
-            closer = solve(problem, options, cutoff, known=[answer.choice])
+            closer = solve(problem, options, math.inf if proves else answer.objective, known=[answer.choice])
         except PlanningError:  # out of time, or nothing is better: the answer stays as it is
             break
-        bound = max(answer.bound, closer.bound) if problem is whole else answer.bound
-        if closer.objective <= answer.objective and peak(closer.choice).nbytes <= limit:
+        bound, nbytes = max(answer.bound, closer.bound) if proves else answer.bound, peak(closer.choice).nbytes
+        is_last = not proves and (nbytes <= limit or closer.objective >= answer.objective)
+        if closer.objective <= answer.objective and nbytes <= limit:
             answer = closer
+        elif not proves or stated is whole:
+            factor *= min(1.0, limit / nbytes)  # rows are estimates, and let too much through
         answer = replace(answer, bound=min(bound, answer.objective))
+        if is_last:
+            break
     is_closed = answer.is_within(options.gap)
     status = answer.status if answer.status == "time limit" else "optimal" if is_closed else "near optimal"
     return replace(answer, status=status, solve_seconds=answer.solve_seconds + time.perf_counter() - start)
