@@ -66,7 +66,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", default=0, type=int, help="of what is drawn (default: %(default)s)")
     parser.add_argument("--first", default=0, type=int, metavar="N", help="number of the first network (default: 0)")
     parser.add_argument("--count", default=10, type=int, metavar="N", help="networks (default: %(default)s)")
-    parser.add_argument("--clusters", default=CLUSTERS, type=lambda text: tuple(text.split(",")), metavar="A,B")
+    parser.add_argument(
+        "--clusters",
+        default=CLUSTERS,
+        type=lambda text: tuple(text.split(",")),
+        metavar="A,B",
+        help=f"each network is planned for each (default: {','.join(CLUSTERS)})",
+    )
     parser.add_argument(
         "--shares",
         default=SHARES,

@@ -1,0 +1,37 @@
+"""What the benchmark of plans within limits calls wrong."""
+
+import numpy as np
+import pytest
+
+from benchmarks import limits
+from benchmarks.limits import Within
+
+
+def within(why: str, limit: float, nbytes: float, seconds: float, bound: float = 0.0) -> Within:
+    return Within(why=why, limit=limit, nbytes=nbytes, seconds=seconds, bound=bound, how="", cpu=0.0)
+
+
+HAND = within("by hand", np.inf, 50.0, 3.0)
+LEAN, FREE = within("lean", 110.0, 90.0, 2.0), within("free", np.inf, 200.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (within("more", 150.0, 120.0, 1.5, bound=1.4), None),
+        (within("more", 150.0, 140.0, 1.5), "the plan needs 1.027 of the limit"),
+        (within("more", 150.0, 120.0, 2.1), "1.050 times 'lean', which fits"),
+        (within("more", 150.0, np.inf, np.inf), "refused, and 'lean' keeps the limit"),
+        (within("more", 150.0, 120.0, 1.9, bound=2.5), "a bound of 2.5 s, and 'lean' takes 2"),
+    ],
+    ids=["right", "over", "slower", "refused", "bound"],
+)
+def test_what_is_wrong_is_named_with_what_is_better(plan: Within, said: str | None):
+    wrong = limits._violations([LEAN, plan, FREE], [HAND], margin=1.1)
+    assert wrong == ([f"more: {said}"] if said else [])
+
+
+def test_a_plan_by_hand_that_the_margin_leaves_out_is_not_missed():
+    tight = within("tight", 54.0, np.inf, np.inf)
+    assert limits._violations([tight], [HAND], margin=1.1) == []
+    assert limits._violations([tight], [HAND], margin=1.0) == ["tight: refused, and 'by hand' keeps the limit"]
