@@ -194,28 +194,35 @@ def tightened(
     """
     start, answer = time.perf_counter(), replace(fitted.answer, bound=min(least, fitted.answer.objective))
     whole = replace(fitted.problem, budgets=(replace(resident, limit=limit),))
-    stated, factor = fitted.problem if fitted.problem.budgets else whole, 1.0
-    for number in range(1 + _FILLINGS):
-        proves = number == 0
-        problem = whole if proves else _scaled(stated, factor)
-        if answer.is_within(options.gap_of(problem)):
-            break
-        try:
-            closer = solve(problem, options, math.inf if proves else answer.objective, known=[answer.choice])
-        except PlanningError:  # out of time, or nothing is better: the answer stays as it is
-            break
-        bound, nbytes = max(answer.bound, closer.bound) if proves else answer.bound, peak(closer.choice).nbytes
-        is_last = not proves and (nbytes <= limit or closer.objective >= answer.objective)
-        if closer.objective <= answer.objective and nbytes <= limit:
-            answer = closer
-        elif not proves or stated is whole:
-            factor *= min(1.0, limit / nbytes)  # rows are estimates, and let too much through
+    bound, stated = answer.bound, fitted.problem
+    if proof := _nearer(whole, answer, options, math.inf):
+        bound = max(bound, proof.bound)
+        if (nbytes := peak(proof.choice).nbytes) <= limit:
+            answer = min(proof, answer, key=lambda known: known.objective)
+        elif not stated.budgets:  # what was made by hand has none
+            stated = _scaled(whole, limit / nbytes)
         answer = replace(answer, bound=min(bound, answer.objective))
-        if is_last:
-            break
+        for _ in range(_FILLINGS if stated.budgets else 0):
+            closer = _nearer(stated, answer, options, answer.objective)
+            if closer is None or closer.objective >= answer.objective:
+                break
+            if (nbytes := peak(closer.choice).nbytes) <= limit:
+                answer = replace(closer, bound=min(bound, closer.objective))
+                break
+            stated = _scaled(stated, limit / nbytes)  # rows are estimates, and let too much through
     is_closed = answer.is_within(options.gap)
     status = answer.status if answer.status == "time limit" else "optimal" if is_closed else "near optimal"
     return replace(answer, status=status, solve_seconds=answer.solve_seconds + time.perf_counter() - start)
+
+
+def _nearer(problem: ShardingProblem, answer: Answer, options: SolverOptions, cutoff: float) -> Answer | None:
+    """The best answer to a problem, None where there is none or what is known is near enough, or time is over."""
+    if answer.is_within(options.gap_of(problem)):
+        return None
+    try:
+        return solve(problem, options, cutoff, known=[answer.choice])
+    except PlanningError:  # out of time, or nothing is better
+        return None
 
 
 def least_memory(
