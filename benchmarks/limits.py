@@ -173,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table for each network; the exit status."""
     args = arguments(argv)
     console, rows, wrong = stdout(), list[dict[str, Any]](), list[str]()
-    for number, cluster in itertools.product(range(args.first, args.first + args.count), args.clusters):
+    clusters: tuple[str, ...] = args.clusters
+    for number, cluster in itertools.product(range(args.first, args.first + args.count), clusters):
         design = drawn(args.seed, number)
         title = f"{args.seed}/{number} {design} on {cluster}"
         free, limited, here = within_limits(design, cluster, args.shares, args.max_axes)
