@@ -6,8 +6,8 @@ hold subproblems of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -194,7 +194,8 @@ class Assembly:
     """A sharding problem and what its nodes stand for.
 
     `groups` are the edge groups by (number of the subproblem, value, whether its readers fetch it for the backward
-    pass).
+    pass). The nodes of `idle` state have every strategy twice: as it is `on_device`, the same problem without that,
+    then with those inputs, by position, in the host's memory between steps.
     """
 
     mesh: Mesh
@@ -202,10 +203,30 @@ class Assembly:
     problem: ShardingProblem
     state_pairs: StatePairs
     groups: Mapping[tuple[int, int, bool], int]
+    idle: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    on_device: Assembly | None = None
+
+    def placements_of(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The strategies of an answer by their placements alone, wherever state rests."""
+        return tuple(c % self._strategies(node) if node in self.idle else c for node, c in enumerate(choice))
+
+    def offloaded(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The inputs, by position, that an answer leaves in the host's memory between steps."""
+        away = [inputs for node, inputs in self.idle.items() if choice[node] >= self._strategies(node)]
+        return tuple(sorted(position for inputs in away for position in inputs))
+
+    def offloading(self, choice: Sequence[int], nodes: Collection[int]) -> tuple[int, ...]:
+        """The placements of an answer with the idle state of these nodes in the host's memory, and no other."""
+        placed = self.placements_of(choice)
+        return tuple(c + self._strategies(node) if node in nodes else c for node, c in enumerate(placed))
+
+    def _strategies(self, node: int) -> int:
+        """The strategies of a node of idle state, however often it has them."""
+        return len(self.problem.seconds[node]) // 2
 
     def layout(self, choice: Sequence[int]) -> Layout:
         """The placements of everything under an answer."""
-        graph = self.root.graph
+        graph, choice = self.root.graph, self.placements_of(choice)
         specs, placements = self.root.placed(choice)
         inputs = tuple(specs[value] for value in graph.inputs)
         back = dict(self.state_pairs)

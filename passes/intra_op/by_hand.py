@@ -10,7 +10,8 @@ from passes.cluster import Mesh
 from passes.errors import PlanningError
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.memory_limit import Fitted
-from passes.intra_op.mesh_problems import MeshProblems, Solved
+from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Solved
+from passes.intra_op.offloading import restricted_to
 from passes.intra_op.restrictions import Restriction
 from passes.solver import Answer, SolverOptions, solve
 
@@ -76,10 +77,11 @@ class ByHand:
             if solved.answer.bound >= cutoff:
                 continue
             for base, answer in self.answers(problems, solved, limit, surely):
+                answer = MeshMemory(problems=problems, solved=base, limit=limit).settled(answer)
                 if answer.objective >= cutoff:
                     continue
                 if (point := problems.peak(base, answer.choice)).nbytes <= limit:
-                    best = base, Fitted(problem=base.assembly.problem, answer=answer)
+                    best = base, Fitted(problem=base.assembly.problem, answer=answer, nbytes=point.nbytes)
                     cutoff = answer.objective
                 elif point.at not in (*problems.seen, *problems.crowded):
                     problems.crowded.append(point.at)
@@ -97,6 +99,8 @@ class ByHand:
 def _restricted(restrict: Restriction, assembly: Assembly) -> Assembly | None:
     """A mesh's problem as a plan by hand has it; None for one that is not possible there."""
     try:
-        return restrict(assembly)
+        if assembly.on_device is None:
+            return restrict(assembly)
+        return restricted_to(assembly, restrict(assembly.on_device))
     except PlanningError:  # a batch that the axis does not divide, say
         return None

@@ -36,10 +36,10 @@ def extract_plan(
 ) -> Plan:
     """The plan of an answer: placements, the reshardings between them, and the seconds of both."""
     graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
-    layout = assembly.layout(answer.choice)
+    layout, choice = assembly.layout(answer.choice), assembly.placements_of(answer.choice)
     reshardings = resharding_plan(graph, layout, resharder, regather=regather)
     donated = donated or (False,) * len(graph.inputs)
-    compute = assembly.root.compute_seconds(answer.choice)
+    compute = assembly.root.compute_seconds(choice)
     moving, moved = move_seconds(graph, reshardings, resharder)
     memory = peak(graph, grouping, mesh, layout, reshardings, state_pairs, donated)
     return Plan(

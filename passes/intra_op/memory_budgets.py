@@ -28,11 +28,10 @@ def budget(problem: ShardingProblem, row: Budget, choice: Sequence[int], nbytes:
     return replace(row, limit=max(limit - (nbytes - used), used * limit / nbytes))
 
 
-def live(assembly: Assembly, at: NodePath, limit: float, offloaded: Sequence[int] = ()) -> Budget:
+def live(assembly: Assembly, at: NodePath, limit: float) -> Budget:
     """The row of all that is live at a node, in and around the loops and branches around it, at most `limit` bytes."""
     row = Budget(nbytes={}, copies={}, limit=limit)
-    subproblem = assembly.root
-    away = frozenset(subproblem.graph.inputs[i] for i in offloaded)
+    subproblem, away = assembly.root, frozenset[int]()
     for depth, (point, body) in enumerate(at):
         _Live(assembly, subproblem, point, away, row).hold(whole=depth == 0)
         if body >= 0:
@@ -41,13 +40,12 @@ def live(assembly: Assembly, at: NodePath, limit: float, offloaded: Sequence[int
     return row
 
 
-def resident(assembly: Assembly, limit: float, offloaded: Sequence[int] = ()) -> Budget:
-    """The row of the arguments that are not offloaded, which lie on the device for the whole step: what no compiler
-    does without, where rows of all that is `live` count values that it makes anew as well.
+def resident(assembly: Assembly, limit: float) -> Budget:
+    """The row of the arguments, which lie on the device for the whole step: what no compiler does without, where rows
+    of all that is `live` count values that it makes anew as well.
     """
-    row, graph = Budget(nbytes={}, copies={}, limit=limit), assembly.root.graph
-    away = frozenset(graph.inputs[i] for i in offloaded)
-    _Live(assembly, assembly.root, 0, away, row).hold_arguments()
+    row = Budget(nbytes={}, copies={}, limit=limit)
+    _Live(assembly, assembly.root, 0, frozenset(), row).hold_arguments()
     return row
 
 
@@ -93,7 +91,7 @@ class _Live:
 
     def hold_arguments(self) -> None:
         """Adds the inputs of the program to the row."""
-        arguments = set(self.graph.inputs) - self.away
+        arguments = set(self.graph.inputs)
         for value, site in self.subproblem.sites.items():
             if value in arguments:
                 self._hold(site.node, value, site.specs)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.intra_op.memory_budgets import budget
@@ -39,11 +40,28 @@ _FILLINGS, _FULL = 4, 0.95
 values that compilers make anew where they are read, 93 kB of a GPT of one layer of which 52 are there: within .9 of the
 free plan's peak its plan needed .42, and took 1.06 times what one of .65 does."""
 
-Peak = Callable[[Sequence[int]], "Point"]
-"""The function from an answer to the place where its memory is highest."""
 
-Row = Callable[[NodePath], Budget]
-"""The function from a node to the row of all that is live there, under every strategy."""
+class DeviceMemory(Protocol):
+    """The memory of a device, of which `limit` bytes are for a program, and what answers to its problem need there."""
+
+    @property
+    def limit(self) -> float: ...
+
+    def peak(self, choice: Sequence[int]) -> Point:
+        """The place where an answer needs most memory, and the bytes."""
+        ...
+
+    def row(self, at: NodePath) -> Budget:
+        """The row of all that is live at a node, under every strategy; without a limit."""
+        ...
+
+    def room(self, choice: Sequence[int]) -> float:
+        """The bytes of the peak of what rows put in the place of an answer: what offloads needs buffers as well."""
+        ...
+
+    def settled(self, answer: Answer) -> Answer:
+        """The same placements with as little state offloaded as keeps the limit, all that may be if nothing does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +78,22 @@ class InfeasibleRowError(OverBudgetError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """An answer that fits, and the problem with the budgets that led to it."""
+    """An answer that fits, and the problem with the budgets that led to it, by way of one of `nbytes` at its peak."""
 
     problem: ShardingProblem
     answer: Answer
+    nbytes: float
 
 
 def fit(
     program: ShardingProblem,
     first: Answer,
-    limit: float,
+    memory: DeviceMemory,
     options: SolverOptions,
-    peak: Peak,
-    row: Row,
     seen: list[NodePath],
     cutoff: float = math.inf,
 ) -> Fitted:
-    """A cheap answer whose peak is at most `limit`, starting from one without a limit; `tightened` says how near it is.
+    """A cheap answer that keeps the limit, starting from one without a limit; `tightened` says how near it is.
 
     Budgets are stated from the first at the places `seen` to be busiest on other meshes, and places found here are
     added.
@@ -84,23 +101,25 @@ def fit(
     Raises OverBudgetError where the program proves that there is none, or comes no nearer; InfeasibleRowError where
     that takes no solver to see; NotCheaperError where none takes less than `cutoff` seconds.
     """
-    options = replace(options, gap=max(options.gap, LOOSE))
-    answer, lowest, stalled = first, float("inf"), 0
-    rows = {at: replace(row(at), limit=limit) for at in seen}
+    options, limit = replace(options, gap=max(options.gap, LOOSE)), memory.limit
+    stated = answer = first
+    lowest, stalled = float("inf"), 0
+    rows = {at: replace(memory.row(at), limit=limit) for at in seen}
     problem = replace(program, budgets=tuple(rows.values()))
     if is_infeasible(problem, limit):
         raise InfeasibleRowError("no combination of strategies keeps the memory limit")
     for _ in range(_ROUNDS):
-        point = peak(answer.choice)
+        point = memory.peak(answer.choice)
         if point.nbytes <= limit:
-            return filled(Fitted(problem=problem, answer=answer), first.bound, limit, options, peak, close=False)
+            fitted = Fitted(problem=problem, answer=answer, nbytes=memory.peak(stated.choice).nbytes)
+            return filled(fitted, first.bound, memory, options, close=False)
         if answer.objective >= cutoff:  # further rows make it dearer
             raise NotCheaperError("what fits takes more time than another plan")
         stalled = 0 if point.nbytes < _PROGRESS * lowest else stalled + 1
         lowest = min(lowest, point.nbytes)
         if stalled > 1:
             break
-        new = budget(program, row(point.at), answer.choice, point.nbytes, limit)
+        new = budget(program, memory.row(point.at), answer.choice, point.nbytes, memory.room(answer.choice))
         rows[point.at] = min(new, rows.get(point.at, new), key=lambda row: row.limit)
         if point.at not in seen:
             seen.append(point.at)
@@ -110,11 +129,12 @@ def fit(
         if any(problem.least(row) > row.limit for row in problem.budgets):  # a solver would take long to see it
             raise OverBudgetError("no combination of strategies keeps the memory limit at its busiest node")
         try:
-            answer = _roughly(problem, options, cutoff)
+            stated = _roughly(problem, options, cutoff)
         except (NoLegalPlanError, OverBudgetError):
             raise
         except PlanningError as error:
             raise OverBudgetError(str(error)) from error
+        answer = memory.settled(stated)
         if answer.bound >= cutoff:
             raise NotCheaperError("what fits takes more time than another plan")
     raise OverBudgetError("no plan below the memory limit was found")
@@ -131,29 +151,28 @@ def _roughly(problem: ShardingProblem, options: SolverOptions, cutoff: float) ->
         return search.run(cutoff, close=True)
 
 
-def filled(
-    fitted: Fitted, least: float, limit: float, options: SolverOptions, peak: Peak, *, close: bool = True
-) -> Fitted:
+def filled(fitted: Fitted, least: float, memory: DeviceMemory, options: SolverOptions, *, close: bool = True) -> Fitted:
     """The answer that fits, or a better one where the rows that led to it leave some of the limit free.
 
     No answer takes less than `least` seconds. Rows are raised by what is free; where that is too much, by half of it.
     Without `close` an answer is what a relaxation gives, and nothing is branched on.
     """
-    program, raised, most = fitted.problem, 1.0, math.inf
+    program, raised, most, limit = fitted.problem, 1.0, math.inf, memory.limit
     for _ in range(_FILLINGS if program.budgets else 0):
-        used = peak(fitted.answer.choice).nbytes
-        if used > _FULL * limit or fitted.answer.objective <= (1 + LOOSE) * least:
+        if fitted.nbytes > _FULL * limit or fitted.answer.objective <= (1 + LOOSE) * least:
             break
-        factor = min(raised * limit / used, math.sqrt(raised * most))
+        factor = min(raised * limit / fitted.nbytes, math.sqrt(raised * most))
         problem = _scaled(program, factor)
         try:
-            answer = solve(problem, options, fitted.answer.objective, close=close, known=[fitted.answer.choice])
+            best = fitted.answer
+            stated = solve(problem, options, best.objective, close=close, known=[best.choice])
         except PlanningError:  # nothing is better, as far as was looked
             break
+        answer = memory.settled(stated)
         if answer.objective >= fitted.answer.objective:
             break
-        if peak(answer.choice).nbytes <= limit:
-            fitted, raised = Fitted(problem=problem, answer=answer), factor
+        if memory.peak(answer.choice).nbytes <= limit:
+            fitted, raised = Fitted(problem=problem, answer=answer, nbytes=memory.peak(stated.choice).nbytes), factor
         else:
             most = factor
     return fitted
@@ -184,29 +203,28 @@ def is_infeasible(problem: ShardingProblem, limit: float) -> bool:
     return any(problem.least(row) > limit for row in problem.budgets)
 
 
-def tightened(
-    fitted: Fitted, least: float, resident: Budget, limit: float, options: SolverOptions, peak: Peak
-) -> Answer:
+def tightened(fitted: Fitted, least: float, resident: Budget, memory: DeviceMemory, options: SolverOptions) -> Answer:
     """An answer that fits, brought nearer to the optimum, with the time that it took; none takes less than `least`.
 
-    The budgets that led to it are estimates, and no proof. Its bound is that of answers of which at most `limit` is
-    `resident`, as is true of all that fit.
+    The budgets that led to it are estimates, and no proof. Its bound is that of answers of which no more than the limit
+    is `resident`, as is true of all that fit.
     """
     start, answer = time.perf_counter(), replace(fitted.answer, bound=min(least, fitted.answer.objective))
+    limit = memory.limit
     whole = replace(fitted.problem, budgets=(replace(resident, limit=limit),))
     bound, stated = answer.bound, fitted.problem
     if proof := _nearer(whole, answer, options, math.inf):
-        bound = max(bound, proof.bound)
-        if (nbytes := peak(proof.choice).nbytes) <= limit:
+        bound, proof = max(bound, proof.bound), memory.settled(proof)
+        if (nbytes := memory.peak(proof.choice).nbytes) <= limit:
             answer = min(proof, answer, key=lambda known: known.objective)
         elif not stated.budgets:  # what was made by hand has none
             stated = _scaled(whole, limit / nbytes)
         answer = replace(answer, bound=min(bound, answer.objective))
         for _ in range(_FILLINGS if stated.budgets else 0):
             closer = _nearer(stated, answer, options, answer.objective)
-            if closer is None or closer.objective >= answer.objective:
+            if closer is None or (closer := memory.settled(closer)).objective >= answer.objective:
                 break
-            if (nbytes := peak(closer.choice).nbytes) <= limit:
+            if (nbytes := memory.peak(closer.choice).nbytes) <= limit:
                 answer = replace(closer, bound=min(bound, closer.objective))
                 break
             stated = _scaled(stated, limit / nbytes)  # rows are estimates, and let too much through
@@ -226,19 +244,19 @@ def _nearer(problem: ShardingProblem, answer: Answer, options: SolverOptions, cu
 
 
 def least_memory(
-    program: ShardingProblem, first: Answer, options: SolverOptions, peak: Peak, row: Row
+    program: ShardingProblem, first: Answer, options: SolverOptions, memory: DeviceMemory
 ) -> tuple[tuple[int, ...], Point]:
     """The answer that needs the least memory, and its peak: budgets at the busiest points met so far, minimised."""
-    problem, choice = program, first.choice
-    best, point = choice, peak(choice)
+    problem, choice = program, memory.settled(first).choice
+    best, point = choice, memory.peak(choice)
     for _ in range(_LEAST_ROUNDS):
-        there = peak(choice)
+        there = memory.peak(choice)
         if there.nbytes < point.nbytes:
             best, point = choice, there
-        new = budget(program, row(there.at), choice, there.nbytes, _AIM * there.nbytes)
+        new = budget(program, memory.row(there.at), choice, there.nbytes, _AIM * there.nbytes)
         problem = replace(problem, budgets=(*problem.budgets, replace(new, limit=max(new.limit, 1.0))))
         choice = least_memory_choice(problem, options)
         if choice == best:
             break
-    there = peak(choice)
+    there = memory.peak(choice)
     return (choice, there) if there.nbytes < point.nbytes else (best, point)

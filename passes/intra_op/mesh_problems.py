@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -16,7 +17,15 @@ from passes.intra_op.build_problem import assemble
 from passes.intra_op.extract import extract_plan
 from passes.intra_op.memory_budgets import live, resident
 from passes.intra_op.memory_limit import Point
-from passes.intra_op.offloading import away, idle_state, offloaded_nbytes, transfer_seconds
+from passes.intra_op.offloading import (
+    away,
+    buffers,
+    idle_state,
+    offloaded_nbytes,
+    row_with_host,
+    transfer_seconds,
+    with_host,
+)
 from passes.intra_op.peak_node import NodePath, peak_node
 from passes.intra_op.pins import arriving
 from passes.intra_op.restrictions import Restriction
@@ -55,9 +64,9 @@ class MeshProblems:
     """The sharding problems of a program on every mesh, with the memory of each answer that was looked at.
 
     Answers were busiest at the nodes `seen`, the first of them by `scale` more than what is live there, and plans by
-    hand that did not fit at those `crowded`; `lowest` needs the least bytes of a device. If `offload`, the state at the
-    inputs `offloaded` rests with the host. `resharders` hold what is known of meshes, `phases` the seconds that all of
-    it took.
+    hand that did not fit at those `crowded`; `lowest` needs the least bytes of a device. If `offload`, state at the
+    inputs `idle` may rest with the host. `resharders` hold what is known of meshes, `phases` the seconds that all of it
+    took.
     """
 
     graph: Graph
@@ -70,7 +79,7 @@ class MeshProblems:
     crowded: list[NodePath] = field(default_factory=list[NodePath])
     scale: float = 1.0
     lowest: tuple[float, Solved, tuple[int, ...]] | None = None
-    offloaded: tuple[int, ...] = field(init=False)
+    idle: tuple[int, ...] = field(init=False)
     phases: dict[str, float] = field(init=False)
     grouping: Grouping = field(init=False)
     _twins: dict[Mesh, Solved | None] = field(default_factory=dict[Mesh, Solved | None])
@@ -80,23 +89,33 @@ class MeshProblems:
     def __post_init__(self) -> None:
         start = time.perf_counter()
         self.grouping = group(self.graph)
-        self.offloaded = idle_state(self.graph, self.state_pairs) if self.offload else ()
+        self.idle = idle_state(self.graph, self.state_pairs) if self.offload else ()
         self.phases = {"grouping": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
 
     def offloading(self, offload: bool) -> MeshProblems:
-        """The same problems, of plans that offload or do not."""
+        """The same problems, of plans that may offload or do not."""
         other = copy(self)
-        other.offload, other.offloaded = offload, idle_state(self.graph, self.state_pairs) if offload else ()
+        other.offload, other.idle = offload, idle_state(self.graph, self.state_pairs) if offload else ()
         other.seen, other.crowded = list(self.seen), list(self.crowded)
-        other.lowest, other._points = None, {}
+        other.lowest, other._points, other._rows = None, {}, {}
+        other._twins = {mesh: twin and other.as_offloading(twin) for mesh, twin in self._twins.items()}
         return other
+
+    def as_offloading(self, solved: Solved) -> Solved:
+        """A problem and what is known of it without a limit, as one of plans that may offload or do not."""
+        assembly = solved.assembly.on_device or solved.assembly
+        answer = replace(solved.answer, choice=solved.assembly.placements_of(solved.answer.choice))
+        return replace(solved, assembly=self._with_host(assembly), answer=answer, search=None)
+
+    def _with_host(self, assembly: Assembly) -> Assembly:
+        return with_host(assembly, self.idle) if self.idle else assembly
 
     def assembled(self, mesh: Mesh, regather: bool) -> Assembly:
         """The sharding problem on a mesh."""
         began = time.perf_counter()
         assembly = assemble(self.graph, mesh, self.grouping, self._resharder(mesh), self.state_pairs, regather=regather)
         assembly = self.restrict(assembly) if self.restrict else assembly
-        assembly = arriving(assembly) if self.graph.pinned else assembly
+        assembly = self._with_host(arriving(assembly) if self.graph.pinned else assembly)
         self.phases["tables"] += time.perf_counter() - began
         return assembly
 
@@ -127,9 +146,9 @@ class MeshProblems:
 
     def row(self, solved: Solved, at: NodePath) -> Budget:
         """The row of all that is live at a node of a mesh's program, under every strategy; without a limit."""
-        key = solved.assembly.mesh, solved.regather, at, self.offloaded
+        key = solved.assembly.mesh, solved.regather, at
         if key not in self._rows:
-            self._rows[key] = live(solved.assembly, at, math.inf, self.offloaded)
+            self._rows[key] = row_with_host(partial(live, at=at, limit=math.inf), solved.assembly)
         return self._rows[key]
 
     def resident(self, solved: Solved) -> Budget:
@@ -137,9 +156,9 @@ class MeshProblems:
 
         It says what no plan does without, where rows of busy nodes are estimates.
         """
-        key = solved.assembly.mesh, solved.regather, self.offloaded
+        key = solved.assembly.mesh, solved.regather
         if key not in self._rows:
-            self._rows[key] = resident(solved.assembly, math.inf, self.offloaded)
+            self._rows[key] = row_with_host(partial(resident, limit=math.inf), solved.assembly)
         return self._rows[key]
 
     def least_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:
@@ -162,7 +181,7 @@ class MeshProblems:
         reshardings = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.regather)
         donated = self.donated or (False,) * len(graph.inputs)
         memory = peak(graph, grouping, mesh, layout, reshardings, self.state_pairs, donated)
-        elsewhere = away(offloaded_nbytes(graph, layout, self.offloaded, mesh))
+        elsewhere = away(offloaded_nbytes(graph, layout, solved.assembly.offloaded(choice), mesh))
         return Point(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes - elsewhere)
 
     def look(self, solved: Solved, limit: float) -> None:
@@ -190,14 +209,15 @@ class MeshProblems:
         plan = extract_plan(
             name, solved.assembly, answer, resharder, self.state_pairs, self.donated, self.phases, solved.regather
         )
-        if not self.offloaded:
+        offloaded = solved.assembly.offloaded(answer.choice)
+        if not offloaded:
             return plan
-        host_nbytes = offloaded_nbytes(self.graph, plan.layout, self.offloaded, plan.mesh)
+        host_nbytes = offloaded_nbytes(self.graph, plan.layout, offloaded, plan.mesh)
         # What rests with the host is state that the apply phase alone reads: its bytes are of no other cause.
         state = plan.nbytes["optimizer state"] - away(host_nbytes)
         return replace(
             plan,
-            offloaded=self.offloaded,
+            offloaded=offloaded,
             seconds={**plan.seconds, "offload": transfer_seconds(host_nbytes, plan.mesh)},
             nbytes={**plan.nbytes, "optimizer state": state},
             memory=plan.memory and plan.memory.less(away(host_nbytes)),
@@ -205,3 +225,53 @@ class MeshProblems:
 
     def _resharder(self, mesh: Mesh) -> Resharder:
         return self.resharders.setdefault(mesh, Resharder(mesh))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshMemory:
+    """The memory of a device of one mesh, of which `limit` bytes are for a program, and the needs of answers there."""
+
+    problems: MeshProblems
+    solved: Solved
+    limit: float
+
+    def peak(self, choice: Sequence[int]) -> Point:
+        """The place where an answer needs most memory, and the bytes."""
+        return self.problems.peak(self.solved, choice)
+
+    def row(self, at: NodePath) -> Budget:
+        """The row of all that is live at a node, under every strategy; without a limit."""
+        return self.problems.row(self.solved, at)
+
+    def room(self, choice: Sequence[int]) -> float:
+        """The bytes of the peak of what rows put in the place of an answer: what offloads needs buffers as well.
+
+        An answer that offloads has shown its own; those of others are no smaller than what they hold cut furthest.
+        """
+        assembly = self.solved.assembly
+        if not assembly.idle or assembly.offloaded(choice):
+            return self.limit
+        graph, sites = assembly.root.graph, assembly.root.sites
+        largest = max(
+            min(spec.local_nbytes(graph.types[value], assembly.mesh) for spec in sites[value].specs)
+            for value in (graph.inputs[position] for inputs in assembly.idle.values() for position in inputs)
+        )
+        return self.limit - buffers([largest])
+
+    def settled(self, answer: Answer) -> Answer:
+        """The same placements with as little state offloaded as keeps the limit, all that may be if nothing does."""
+        assembly, choice = self.solved.assembly, answer.choice
+        if not assembly.idle:
+            return answer
+        spared, layout = self.peak(assembly.placements_of(choice)).nbytes - self.limit, assembly.layout(choice)
+        nbytes_of = {
+            node: offloaded_nbytes(assembly.root.graph, layout, inputs, assembly.mesh)
+            for node, inputs in assembly.idle.items()
+        }
+        hosted = dict(sorted(nbytes_of.items(), key=lambda each: (-sum(each[1]), each[0]))) if spared > 0 else {}
+        for node in list(hosted):
+            others = [nbytes for other, of_inputs in hosted.items() if other != node for nbytes in of_inputs]
+            if away(others) >= spared:
+                del hosted[node]
+        choice = assembly.offloading(choice, hosted)
+        return replace(answer, choice=choice, objective=assembly.problem.evaluate(choice))

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError
@@ -24,7 +23,7 @@ from passes.intra_op.memory_limit import (
     seconds_within,
     tightened,
 )
-from passes.intra_op.mesh_problems import MeshProblems, Restriction, Solved
+from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Restriction, Solved
 from passes.intra_op.meshes import allowed
 from passes.ir import Graph, StatePairs
 from passes.plan import INTERRUPTED, Alternative, Plan
@@ -79,10 +78,8 @@ class MeshSearch:
     fetched once a use.
 
     No plan is worse than those by hand that `textbook` knows of: they are looked at where there is a gap or a limit.
-
-    The best that fits a limit is `within`.
-
-    An interruption that the `context` allows ends the search as soon as there is an answer.
+    The best that fits a limit is `within`. An interruption that the `context` allows ends the search as soon as there
+    is an answer.
     """
 
     name: str
@@ -160,8 +157,10 @@ class MeshSearch:
     def again(self, context: SearchContext, *, offload: bool) -> MeshSearch:
         """The same search, with its solved problems, for plans that offload state or do not."""
         other = copy(self)
-        other.context, other.solved, other.problems = context, list(self.solved), self.problems.offloading(offload)
-        other.within = None
+        other.context, other.problems, other.within = context, self.problems.offloading(offload), None
+        other.solved = list(map(other.problems.as_offloading, self.solved))
+        other.infeasible = list(map(other.problems.as_offloading, self.infeasible))
+        other.by_hand = ByHand(textbook=self.textbook, options=self.options)
         return other
 
     def cheapest_within(self, limit: float, worth: float = 1.0) -> Plan | None:
@@ -229,8 +228,8 @@ class MeshSearch:
     def least_memory(self) -> Plan:
         """The plan that needs least memory, of those met on the way to the least on every mesh."""
         for solved in (*self.solved, *self.problems.twins):
-            peak, row = partial(self.problems.peak, solved), partial(self.problems.row, solved)
-            least_memory(solved.assembly.problem, solved.answer, self.options, peak, row)
+            memory = MeshMemory(problems=self.problems, solved=solved, limit=0.0)  # with all offloaded that may be
+            least_memory(solved.assembly.problem, solved.answer, self.options, memory)
         return self.lowest()
 
     def lowest(self) -> Plan:
@@ -305,9 +304,9 @@ def _fitted(
     best: tuple[Solved, Fitted] | None = None
     not_cheaper: NotCheaperError | None = None
     for solved in twins:
-        peak, row = partial(problems.peak, solved), partial(problems.row, solved)
+        memory = MeshMemory(problems=problems, solved=solved, limit=limit)
         try:
-            fitted = fit(solved.assembly.problem, solved.answer, limit, options, peak, row, problems.seen, cutoff)
+            fitted = fit(solved.assembly.problem, solved.answer, memory, options, problems.seen, cutoff)
         except InfeasibleRowError:
             raise
         except NotCheaperError as error:
@@ -339,9 +338,9 @@ def _proven(search: MeshSearch, best: tuple[Solved, Fitted], limit: float) -> tu
     Those are on another mesh, or fetch weights otherwise on the same one.
     """
     (chosen, fitted), problems, options = best, search.problems, search.options
-    peak, least = partial(problems.peak, chosen), math.inf
-    fitted = filled(fitted, chosen.answer.bound, limit, replace(options, gap=max(options.gap, LOOSE)), peak)
-    answer = tightened(fitted, chosen.answer.bound, problems.resident(chosen), limit, options, peak)
+    memory, least = MeshMemory(problems=problems, solved=chosen, limit=limit), math.inf
+    fitted = filled(fitted, chosen.answer.bound, memory, replace(options, gap=max(options.gap, LOOSE)))
+    answer = tightened(fitted, chosen.answer.bound, problems.resident(chosen), memory, options)
     for solved in search.solved:
         forms = problems.forms(solved) if solved.answer.bound < answer.objective else []
         if forms is None:

@@ -1,14 +1,19 @@
-"""Optimizer state kept in the host's memory between steps: the inputs that may be, and the bytes that a device is
-spared.
+"""Optimizer state kept in the host's memory between steps: the inputs that may be, and a sharding problem in which each
+is there or is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from passes.cluster import Mesh
+from passes.intra_op.assembly import Assembly
 from passes.ir import Graph, StatePairs, phase
 from passes.placement import Layout
+from passes.solver import Budget, Edge, Floats, Indices
 
 
 def idle_state(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
@@ -32,6 +37,78 @@ def transfer_seconds(nbytes: Sequence[int], mesh: Mesh) -> float:
     return 2 * sum(nbytes) / mesh.cluster.group().device.host_bytes_per_second
 
 
+def buffers(nbytes: Sequence[int]) -> int:
+    """Bytes of a device that transfers of such arrays need: two are always there, one being updated, one on its way."""
+    return 2 * max(nbytes, default=0)
+
+
 def away(nbytes: Sequence[int]) -> int:
-    """Bytes that a device is spared: two of the arrays are always there, one being updated, one on its way."""
-    return max(sum(nbytes) - 2 * max(nbytes, default=0), 0)
+    """Bytes that a device is spared by arrays that rest with the host: all but the buffers of their transfers."""
+    return max(sum(nbytes) - buffers(nbytes), 0)
+
+
+def with_host(assembly: Assembly, inputs: Sequence[int]) -> Assembly:
+    """The problem in which the state of these inputs, by position, may rest in the host's memory, at the price of its
+    transfers: nodes that decide where some of them lie have every strategy twice, the second half with all of them
+    there.
+    """
+    idle: dict[int, tuple[int, ...]] = {}
+    for position in inputs:
+        if (site := assembly.root.sites.get(assembly.root.graph.inputs[position])) is not None:
+            idle[site.node] = (*idle.get(site.node, ()), position)
+    made = replace(assembly, idle=idle, on_device=assembly)
+    seconds = list(assembly.problem.seconds)
+    for node, nbytes in idle_nbytes(made).items():
+        rate = assembly.mesh.cluster.group().device.host_bytes_per_second
+        seconds[node] = np.concatenate([seconds[node], seconds[node] + 2 * nbytes / rate])
+    edges = _twice(assembly.problem.edges, idle)
+    return replace(made, problem=replace(assembly.problem, seconds=tuple(seconds), edges=edges))
+
+
+def restricted_to(assembly: Assembly, on_device: Assembly) -> Assembly:
+    """The problem with those of its strategies whose placements a restricted one of what is `on_device` has."""
+    seconds = [
+        np.where(np.isfinite(np.concatenate([kept, kept]) if node in assembly.idle else kept), every, np.inf)
+        for node, (every, kept) in enumerate(zip(assembly.problem.seconds, on_device.problem.seconds, strict=True))
+    ]
+    return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)), on_device=on_device)
+
+
+def idle_nbytes(assembly: Assembly) -> Mapping[int, Floats]:
+    """The bytes of the idle state of each node that has some, under each of its placements."""
+    graph, sites, mesh = assembly.root.graph, assembly.root.sites, assembly.mesh
+    of_node: dict[int, Floats] = {}
+    for node, inputs in assembly.idle.items():
+        of_inputs = [
+            [spec.local_nbytes(graph.types[value], mesh) for spec in sites[value].specs]
+            for value in (graph.inputs[position] for position in inputs)
+        ]
+        of_node[node] = np.sum(np.array(of_inputs, dtype=np.float64), axis=0)
+    return of_node
+
+
+def row_with_host(row_of: Callable[[Assembly], Budget], assembly: Assembly) -> Budget:
+    """The row of what is live somewhere, in which idle state with the host takes no room."""
+    row = row_of(assembly.on_device or assembly)
+    nbytes = dict(row.nbytes)
+    for node, spared in idle_nbytes(assembly).items():
+        on_device = nbytes.get(node, np.zeros(spared.size))
+        nbytes[node] = np.concatenate([on_device, on_device - spared])
+    return replace(row, nbytes=nbytes)
+
+
+def _twice(edges: Sequence[Edge], nodes: Mapping[int, object]) -> tuple[Edge, ...]:
+    """The edges where these nodes have every strategy twice; what was one array stays one."""
+    doubled: dict[int, Indices] = {}
+
+    def twice(places: Indices) -> Indices:
+        return doubled.setdefault(id(places), np.concatenate([places, places]))
+
+    return tuple(
+        replace(
+            edge,
+            before=twice(edge.before) if edge.source in nodes else edge.before,
+            after=twice(edge.after) if edge.target in nodes else edge.after,
+        )
+        for edge in edges
+    )

@@ -155,7 +155,9 @@ class VariantSearch:
         """A variant planned without a limit."""
         cutoff = self.best.step_seconds if self.best else float("inf")
         context = self.context.part(str(variant), best=self._best_seconds, cutoff=cutoff)
-        if self.last is not None and self.last[0] == replace(variant, offload=not variant.offload):
+        other = replace(variant, offload=not variant.offload)
+        # What does not fit on a mesh may do so with state offloaded.
+        if self.last is not None and self.last[0] == other and not self.last[1].infeasible:
             search = self.last[1].again(context, offload=variant.offload)
         else:
             search = self.search(step, variant.offload, self.limit if self.planned else float("inf"), context)

@@ -248,16 +248,20 @@ def test_no_bytes_of_a_plan_are_negative_with_state_offloaded():
     problems = MeshProblems(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated, offload=True)
     search = MeshSearch(name="auto", problems=problems, options=SolverOptions())
     search.over([named(cluster, ("data", 2))])
-    plan = search.cheapest
+    assert not search.cheapest.offloaded
+    plan = search.least_memory()
     there = autopar.parallelize(momentum_step, planner=DataParallel(), cluster=cluster, donate_argnums=0).plan(*wide())
     assert len(plan.offloaded) == 2
     assert min(plan.nbytes.values()) >= 0
     assert plan.peak_nbytes == sum(plan.nbytes.values())
-    assert sum(plan.offloaded_nbytes) == there.nbytes["optimizer state"]
+    assert 0 < sum(plan.offloaded_nbytes) <= there.nbytes["optimizer state"]
 
 
 def test_a_plan_with_state_on_the_host_is_the_same_read_again(tmp_path: Path) -> None:
-    """Its bytes, seconds and status are those that were planned, and it keeps the limit that it was made for."""
+    """Its bytes, seconds and status are those that were planned, and it keeps the limit that it was made for.
+
+    No more is with the host than that asks for: of 16 arrays, none could stay without another that comes.
+    """
     layer = {"a": jax.ShapeDtypeStruct((512, 2048), jnp.float32), "b": jax.ShapeDtypeStruct((2048, 512), jnp.float32)}
     params = [layer] * 4
 
@@ -278,7 +282,9 @@ def test_a_plan_with_state_on_the_host_is_the_same_read_again(tmp_path: Path) ->
     options: dict[str, Any] = {"cluster": "8:a100-80g", "donate_argnums": 0}
     planner = autopar.Auto(memory_limit="16 MiB")
     plan = autopar.parallelize(step, planner=planner, **options).plan(*arguments)
-    assert len(plan.offloaded) > 2
+    assert 2 < len(plan.offloaded) < 16
+    left = 16 * 2**20 / (1 + memory.margin_of(plan.cluster.group().device)) - plan.peak_nbytes
+    assert 0 <= left < 2 * max(plan.offloaded_nbytes)  # an update reads two
     plan.save(file)
     again = autopar.parallelize(step, planner=autopar.Manual(file), memory_limit="16 MiB", **options).plan(*arguments)
     assert (again.nbytes, again.seconds, again.peak_nbytes) == (plan.nbytes, plan.seconds, plan.peak_nbytes)

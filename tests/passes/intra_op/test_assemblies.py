@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +17,16 @@ from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
 from passes.intra_op.memory_budgets import budget, live, resident
 from passes.intra_op.memory_limit import is_infeasible
-from passes.intra_op.offloading import away, idle_state, offloaded_nbytes
+from passes.intra_op.offloading import (
+    away,
+    buffers,
+    idle_state,
+    offloaded_nbytes,
+    restricted_to,
+    row_with_host,
+    transfer_seconds,
+    with_host,
+)
 from passes.intra_op.peak_node import peak_node
 from passes.intra_op.restrictions import check_sizes, data_parallel, zero
 from passes.intra_op.roles import roles
@@ -121,19 +131,25 @@ def test_what_is_live_at_a_node_is_its_inputs_and_what_is_still_read() -> None:
     inputs = sum(s.local_nbytes(GRAPH.types[v], MESH) for v, s in zip(GRAPH.inputs, layout.inputs, strict=True))
     used = [assembly.problem.usage(live(assembly, ((at, -1),), np.inf), choice) for at in range(len(GRAPH.nodes))]
     assert min(used) >= inputs
-    spared = assembly.problem.usage(live(assembly, ((0, -1),), np.inf, offloaded=(1,)), choice)
+    offloading = with_host(assembly, (1,))
+    row = row_with_host(partial(live, at=((0, -1),), limit=np.inf), offloading)
+    spared = offloading.problem.usage(row, offloading.offloading(choice, offloading.idle))
     assert used[0] - spared == layout.inputs[1].local_nbytes(GRAPH.types[M], MESH)
+    assert offloading.problem.usage(row, choice) == used[0]
 
 
 def test_what_is_held_throughout_is_the_inputs_and_never_more_than_the_peak() -> None:
     assembly = assembled()
-    row, spared = resident(assembly, np.inf), resident(assembly, np.inf, offloaded=(1,))
+    row, offloading = resident(assembly, np.inf), with_host(assembly, (1,))
+    row_offloading = row_with_host(partial(resident, limit=np.inf), offloading)
     donated = (True,) * len(GRAPH.inputs)
     for choice in choices(assembly, 20):
         layout = assembly.layout(choice)
         sizes = [s.local_nbytes(GRAPH.types[v], MESH) for v, s in zip(GRAPH.inputs, layout.inputs, strict=True)]
         assert assembly.problem.usage(row, choice) == sum(sizes)
-        assert assembly.problem.usage(spared, choice) == sum(sizes) - sizes[1]
+        away = offloading.offloading(choice, offloading.idle)
+        assert offloading.problem.usage(row_offloading, choice) == sum(sizes)
+        assert offloading.problem.usage(row_offloading, away) == sum(sizes) - sizes[1]
         reshardings = resharding_plan(GRAPH, layout, Resharder(MESH), regather=True)
         memory = peak(GRAPH, GROUPING, MESH, layout, reshardings, (), donated)
         assert sum(sizes) <= memory.peak_nbytes
@@ -153,6 +169,35 @@ def test_state_that_the_update_alone_reads_may_rest_elsewhere() -> None:
     assert offloaded_nbytes(GRAPH, whole(), (W, M), MESH) == [16 * 32 * 4] * 2
     assert away([5, 3, 4, 2]) == 14 - 2 * 5
     assert away([5, 3]) == away([]) == 0
+    assert buffers([5, 3, 4, 2]) == 2 * 5
+
+
+def test_a_problem_with_the_host_has_every_placement_of_state_twice_at_the_price_of_its_transfers() -> None:
+    assembly = assembled()
+    offloading = with_host(assembly, (1,))
+    (node,) = offloading.idle
+    assert offloading.idle[node] == (1,)
+    for choice in choices(assembly, 20):
+        there = offloading.offloading(choice, [node])
+        assert (offloading.offloaded(choice), offloading.offloaded(there)) == ((), (1,))
+        assert offloading.placements_of(there) == offloading.placements_of(choice) == choice
+        assert offloading.layout(there) == assembly.layout(choice)
+        nbytes = offloaded_nbytes(GRAPH, assembly.layout(choice), (1,), MESH)
+        seconds = assembly.problem.evaluate(choice)
+        assert offloading.problem.evaluate(choice) == seconds
+        assert offloading.problem.evaluate(there) == pytest.approx(seconds + transfer_seconds(nbytes, MESH))
+
+
+def test_a_plan_by_hand_may_offload_what_it_places() -> None:
+    by_hand, offloading = zero(1)(assembled()), with_host(assembled(), (1,))
+    problem = restricted_to(offloading, by_hand).problem
+    choice = solve(by_hand.problem, SolverOptions()).choice
+    away = offloading.offloading(choice, offloading.idle)
+    assert np.isfinite([problem.evaluate(choice), problem.evaluate(away)]).all()
+    (node,) = offloading.idle
+    other = next(c for c in range(len(choice)) if not np.isfinite(by_hand.problem.seconds[node][c]))
+    for half in (0, len(by_hand.problem.seconds[node])):
+        assert not np.isfinite(problem.seconds[node][half + other])
 
 
 def test_most_is_live_where_the_gradient_is_made_beside_what_it_is_made_of() -> None:
