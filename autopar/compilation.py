@@ -40,7 +40,6 @@ from autopar.unplanned import unplanned
 from passes.cluster import Cluster, local_cluster
 from passes.errors import InternalError, OverBudgetError, SeveralMeshesError
 from passes.gc_pause import without_gc
-from passes.memory import margin_of
 from passes.plan import AnyPlan
 from passes.text import quantities
 
@@ -162,8 +161,7 @@ class Compilation:
         Raises OverBudgetError, with what was compiled, where there is no such plan.
         """
         before, plan = self._chosen(), self.plan()
-        margin = 1 + margin_of(plan.cluster.group().device)  # what needed more has shown its own
-        less = max(1, int(limit.nbytes * plan.peak_nbytes * margin / needed))
+        less = max(1, int(limit.nbytes * plan.peak_nbytes / needed))
         tighter = replace(self, settings=replace(self.settings, memory_limit=less), chosen=None)
         try:
             chosen = tighter._chosen()

@@ -24,7 +24,6 @@ from benchmarks.memory_limit import words
 from benchmarks.networks import Design, drawn
 from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError, PlanningError
-from passes.memory import margin_of
 from passes.text import quantities
 
 CLUSTERS = ("8:a100-80g", "2x4:v100-16g")
@@ -118,9 +117,8 @@ def within_limits(
             continue
     limits = [(share * free.nbytes, f"{share:g} of it") for share in shares]
     limits += [(ROOM * plan.nbytes, f"{plan.why} fits") for plan in by_hand if ROOM * plan.nbytes < free.nbytes]
-    margin = 1 + margin_of(parse_cluster(cluster).group().device)
-    limited = [planned(auto, margin * limit, why) for limit, why in sorted(limits)]
-    return free, limited, _violations([*limited, free], by_hand, margin)
+    limited = [planned(auto, limit, why) for limit, why in sorted(limits)]
+    return free, limited, _violations(limited, [free, *by_hand])
 
 
 def _megatron(cluster: str) -> list[tuple[str, Any]]:
@@ -130,17 +128,17 @@ def _megatron(cluster: str) -> list[tuple[str, Any]]:
     return [(f"megatron {data}x{tensor}", autopar.Megatron(data=data, tensor=tensor)) for data, tensor in halves]
 
 
-def _violations(plans: Sequence[Within], by_hand: Sequence[Within], margin: float) -> list[str]:
+def _violations(plans: Sequence[Within], unlimited: Sequence[Within]) -> list[str]:
     """Everything that is wrong with plans, in words, those within the least limit first.
 
-    Limits are compared with predictions times the `margin` that plans leave.
+    They are held against those within less, and those without a limit, the one that was searched and those by hand.
     """
     wrong = list[str]()
     for place, plan in enumerate(plans):
-        known = [other for other in (*plans[:place], *by_hand) if margin * other.nbytes <= plan.limit]
+        known = [other for other in (*plans[:place], *unlimited) if other.nbytes <= plan.limit]
         fastest = min(known, key=lambda other: other.seconds, default=None)
-        if margin * plan.nbytes > plan.limit and not plan.is_refused:
-            wrong.append(f"{plan.why}: the plan needs {margin * plan.nbytes / plan.limit:.3f} of the limit")
+        if plan.nbytes > plan.limit and not plan.is_refused:
+            wrong.append(f"{plan.why}: the plan needs {plan.nbytes / plan.limit:.3f} of the limit")
         if fastest is None:
             continue
         if plan.is_refused:

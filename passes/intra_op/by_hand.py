@@ -31,10 +31,14 @@ Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
 
 @dataclass(slots=True, kw_only=True)
 class ByHand:
-    """The answers of the `textbook` on meshes, each found once; `left_out` if some were not expected to fit."""
+    """The answers of the `textbook` on meshes, each found once; `left_out` if some were not expected to fit.
+
+    As it is, without state offloaded, an answer may need what is `allowed` where that is more than a limit.
+    """
 
     textbook: Textbook
     options: SolverOptions
+    allowed: float = -math.inf
     known: dict[tuple[Mesh, int], Answer | None] = field(default_factory=dict[tuple[Mesh, int], "Answer | None"])
     left_out: bool = False
 
@@ -43,7 +47,7 @@ class ByHand:
     ) -> Iterator[tuple[Solved, Answer]]:
         """The answers on a mesh that may need no more than `limit` bytes, each with the problem that it answers.
 
-        What is expected to need `surely` times the limit is left out, and what is proven to need more than it.
+        What is expected to need `surely` times the limit is left out, and what holds more than that throughout.
         """
         for number, (restrict, regather) in enumerate(self.textbook(solved.assembly.mesh)):
             base = solved if solved.regather == regather else None if solved.regather else problems.twin(solved)
@@ -52,10 +56,12 @@ class ByHand:
             key = base.assembly.mesh, number
             if key not in self.known:
                 restricted = _restricted(restrict, base.assembly)
-                least = problems.least_nbytes(base, restricted) if restricted and math.isfinite(limit) else 0.0
-                if least > limit or problems.scale * least > surely * limit:
-                    self.left_out |= least <= limit
-                    continue
+                if restricted and math.isfinite(limit):
+                    if restricted.problem.least(problems.resident(base)) > limit:
+                        continue
+                    if problems.scale * problems.least_nbytes(base, restricted) > surely * limit:
+                        self.left_out = True
+                        continue
                 self.known[key] = self._solved(restricted)
             if (answer := self.known[key]) is not None:
                 yield base, replace(answer, bound=min(solved.answer.bound, answer.objective), status="near optimal")
@@ -73,18 +79,23 @@ class ByHand:
         Where one does not fit, others are seen not to: what is live there counts for them as well.
         """
         best: tuple[Solved, Fitted] | None = None
+        allowed = max(limit, self.allowed)
         for solved in meshes:
             if solved.answer.bound >= cutoff:
                 continue
-            for base, answer in self.answers(problems, solved, limit, surely):
-                answer = MeshMemory(problems=problems, solved=base, limit=limit).settled(answer)
+            for base, answer in self.answers(problems, solved, allowed, surely):
                 if answer.objective >= cutoff:
                     continue
-                if (point := problems.peak(base, answer.choice)).nbytes <= limit:
+                point = problems.peak(base, answer.choice)
+                if point.nbytes > allowed:
+                    answer = MeshMemory(problems=problems, solved=base, limit=limit).settled(answer)
+                    point = problems.peak(base, answer.choice)
+                fits = point.nbytes <= (limit if base.assembly.offloaded(answer.choice) else allowed)
+                if fits and answer.objective < cutoff:
                     best = base, Fitted(problem=base.assembly.problem, answer=answer, nbytes=point.nbytes)
                     cutoff = answer.objective
-                elif point.at not in (*problems.seen, *problems.crowded):
-                    problems.crowded.append(point.at)
+                elif not fits and point.at not in (*problems.seen, *problems.crowded):
+                    problems.crowded[point.at] = problems.excess(base, answer.choice, point)
         return best
 
     def _solved(self, restricted: Assembly | None) -> Answer | None:

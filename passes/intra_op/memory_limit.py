@@ -90,13 +90,13 @@ def fit(
     first: Answer,
     memory: DeviceMemory,
     options: SolverOptions,
-    seen: list[NodePath],
+    seen: dict[NodePath, float],
     cutoff: float = math.inf,
 ) -> Fitted:
     """A cheap answer that keeps the limit, starting from one without a limit; `tightened` says how near it is.
 
-    Budgets are stated from the first at the places `seen` to be busiest on other meshes, and places found here are
-    added.
+    Budgets are stated from the first at the places `seen` to be busiest on other meshes, with as much more as rows
+    there count more than there is; places found here are added.
 
     Raises OverBudgetError where the program proves that there is none, or comes no nearer; InfeasibleRowError where
     that takes no solver to see; NotCheaperError where none takes less than `cutoff` seconds.
@@ -104,9 +104,9 @@ def fit(
     options, limit = replace(options, gap=max(options.gap, LOOSE)), memory.limit
     stated = answer = first
     lowest, stalled = float("inf"), 0
-    rows = {at: replace(memory.row(at), limit=limit) for at in seen}
+    rows = {at: replace(memory.row(at), limit=excess * limit) for at, excess in seen.items()}
     problem = replace(program, budgets=tuple(rows.values()))
-    if is_infeasible(problem, limit):
+    if is_infeasible(problem):
         raise InfeasibleRowError("no combination of strategies keeps the memory limit")
     for _ in range(_ROUNDS):
         point = memory.peak(answer.choice)
@@ -122,11 +122,10 @@ def fit(
         new = budget(program, memory.row(point.at), answer.choice, point.nbytes, memory.room(answer.choice))
         rows[point.at] = min(new, rows.get(point.at, new), key=lambda row: row.limit)
         if point.at not in seen:
-            seen.append(point.at)
+            used = program.usage(memory.row(point.at), answer.choice)
+            seen[point.at] = max(1.0, used / point.nbytes)
         problem = replace(problem, budgets=tuple(rows.values()))
-        if is_infeasible(problem, limit):
-            raise InfeasibleRowError("no combination of strategies keeps the memory limit")
-        if any(problem.least(row) > row.limit for row in problem.budgets):  # a solver would take long to see it
+        if is_infeasible(problem):  # a solver would take long to see it
             raise OverBudgetError("no combination of strategies keeps the memory limit at its busiest node")
         try:
             stated = _roughly(problem, options, cutoff)
@@ -184,23 +183,23 @@ def _scaled(problem: ShardingProblem, factor: float) -> ShardingProblem:
 
 
 def seconds_within(
-    program: ShardingProblem, resident: Budget, limit: float, options: SolverOptions, cutoff: float
+    program: ShardingProblem, resident: Budget, limit: float, options: SolverOptions, cutoff: float, *, close: bool
 ) -> float:
     """A lower bound, in seconds, of answers whose `resident` bytes keep `limit`; `cutoff` or more once that is seen."""
     problem = replace(program, budgets=(replace(resident, limit=limit),))
-    if is_infeasible(problem, limit):
+    if is_infeasible(problem):
         return math.inf
     try:
-        return solve(problem, replace(options, gap=max(options.gap, LOOSE)), cutoff).bound
+        return solve(problem, replace(options, gap=max(options.gap, LOOSE)), cutoff, close=close).bound
     except NotCheaperError:
         return cutoff
     except PlanningError:  # none was found, which need not be a proof that there is none
         return 0.0
 
 
-def is_infeasible(problem: ShardingProblem, limit: float) -> bool:
-    """Whether some budget's arrays, each as small as it can be, need more than `limit` bytes."""
-    return any(problem.least(row) > limit for row in problem.budgets)
+def is_infeasible(problem: ShardingProblem) -> bool:
+    """Whether the arrays of some budget, each as small as it can be, exceed it."""
+    return any(problem.least(row) > row.limit for row in problem.budgets)
 
 
 def tightened(fitted: Fitted, least: float, resident: Budget, memory: DeviceMemory, options: SolverOptions) -> Answer:

@@ -64,9 +64,9 @@ class MeshProblems:
     """The sharding problems of a program on every mesh, with the memory of each answer that was looked at.
 
     Answers were busiest at the nodes `seen`, the first of them by `scale` more than what is live there, and plans by
-    hand that did not fit at those `crowded`; `lowest` needs the least bytes of a device. If `offload`, state at the
-    inputs `idle` may rest with the host. `resharders` hold what is known of meshes, `phases` the seconds that all of it
-    took.
+    hand that did not fit at those `crowded`, each with the factor by which its row counted more than there was.
+    `lowest` needs the least bytes of a device. If `offload`, state at the inputs `idle` may rest with the host.
+    `resharders` hold what is known of meshes, `phases` the seconds that all of it took.
     """
 
     graph: Graph
@@ -75,8 +75,8 @@ class MeshProblems:
     restrict: Restriction | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     offload: bool = False
-    seen: list[NodePath] = field(default_factory=list[NodePath])
-    crowded: list[NodePath] = field(default_factory=list[NodePath])
+    seen: dict[NodePath, float] = field(default_factory=dict[NodePath, float])
+    crowded: dict[NodePath, float] = field(default_factory=dict[NodePath, float])
     scale: float = 1.0
     lowest: tuple[float, Solved, tuple[int, ...]] | None = None
     idle: tuple[int, ...] = field(init=False)
@@ -96,7 +96,7 @@ class MeshProblems:
         """The same problems, of plans that may offload or do not."""
         other = copy(self)
         other.offload, other.idle = offload, idle_state(self.graph, self.state_pairs) if offload else ()
-        other.seen, other.crowded = list(self.seen), list(self.crowded)
+        other.seen, other.crowded = dict(self.seen), dict(self.crowded)
         other.lowest, other._points, other._rows = None, {}, {}
         other._twins = {mesh: twin and other.as_offloading(twin) for mesh, twin in self._twins.items()}
         return other
@@ -162,9 +162,14 @@ class MeshProblems:
         return self._rows[key]
 
     def least_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:
-        """A lower bound on the bytes of any answer on a mesh, at the peak nodes seen, each array as small as can be."""
-        problem = (restricted or solved.assembly).problem
-        return max((problem.least(self.row(solved, at)) for at in (*self.seen, *self.crowded)), default=0.0)
+        """The fewest bytes that answers on a mesh are thought to need: at the peak nodes seen, each array as small as
+        can be, and as much less as what rows count more than there is."""
+        problem, places = (restricted or solved.assembly).problem, {**self.crowded, **self.seen}
+        return max((problem.least(self.row(solved, at)) / excess for at, excess in places.items()), default=0.0)
+
+    def excess(self, solved: Solved, choice: Sequence[int], point: Point) -> float:
+        """The factor, at least 1, by which the row at the peak of an answer counts more than there is."""
+        return max(1.0, solved.assembly.problem.usage(self.row(solved, point.at), choice) / max(point.nbytes, 1.0))
 
     def peak(self, solved: Solved, choice: Sequence[int]) -> Point:
         """The place where the plan of an answer needs most memory, and the bytes."""
@@ -187,7 +192,7 @@ class MeshProblems:
     def look(self, solved: Solved, limit: float) -> None:
         """Notes the peak node of an answer that needs more than the limit, if none was looked at yet."""
         if not self.seen and (point := self.peak(solved, solved.answer.choice)).nbytes > limit:
-            self.seen.append(point.at)
+            self.seen[point.at] = self.excess(solved, solved.answer.choice, point)
             used = solved.assembly.problem.usage(self.row(solved, point.at), solved.answer.choice)
             self.scale = max(1.0, point.nbytes / max(used, 1.0))
 

@@ -32,6 +32,10 @@ from passes.sharding import Resharder
 from passes.solver import Answer, NotCheaperError, Search, SolverOptions
 from passes.text import quantities
 
+_FAR = 0.1
+"""The gap of a plan within a limit from which branching for its bound on other meshes is left: it takes as long as the
+search itself, and leaves most of such a gap."""
+
 _OPEN = 1e-3
 """The gap from which plans by hand are worth a look: each takes a solve of its own."""
 
@@ -77,9 +81,9 @@ class MeshSearch:
     others are solved roughly: what fits is brought nearer to the optimum at the end. With `has_twins`, weights may be
     fetched once a use.
 
-    No plan is worse than those by hand that `textbook` knows of: they are looked at where there is a gap or a limit.
-    The best that fits a limit is `within`. An interruption that the `context` allows ends the search as soon as there
-    is an answer.
+    No plan is worse than those by hand that `textbook` knows of: they are looked at where there is a gap or a limit,
+    and where that leaves a margin, may need what is `allowed`. The best that fits is `within`. An interruption that the
+    `context` allows ends the search as soon as there is an answer.
     """
 
     name: str
@@ -89,6 +93,7 @@ class MeshSearch:
     regather: bool = False
     has_twins: bool = True
     most_nbytes: float = math.inf
+    allowed: float = -math.inf
     context: SearchContext = field(default_factory=SearchContext)
     solved: list[Solved] = field(default_factory=list[Solved])
     infeasible: list[Solved] = field(default_factory=list[Solved])
@@ -96,7 +101,7 @@ class MeshSearch:
     by_hand: ByHand = field(init=False)
 
     def __post_init__(self) -> None:
-        self.by_hand = ByHand(textbook=self.textbook, options=self.options)
+        self.by_hand = ByHand(textbook=self.textbook, options=self.options, allowed=self.allowed)
 
     def over(self, meshes: Sequence[Mesh]) -> None:
         """Solves the program on each mesh, whatever memory that needs; not where none keeps `most_nbytes`."""
@@ -155,12 +160,11 @@ class MeshSearch:
         return self.problems.scale * min(least)
 
     def again(self, context: SearchContext, *, offload: bool) -> MeshSearch:
-        """The same search, with its solved problems, for plans that offload state or do not."""
+        """The same search, with its solved problems, for plans that offload state or do not; no mesh was infeasible."""
         other = copy(self)
         other.context, other.problems, other.within = context, self.problems.offloading(offload), None
         other.solved = list(map(other.problems.as_offloading, self.solved))
-        other.infeasible = list(map(other.problems.as_offloading, self.infeasible))
-        other.by_hand = ByHand(textbook=self.textbook, options=self.options)
+        other.__post_init__()
         return other
 
     def cheapest_within(self, limit: float, worth: float = 1.0) -> Plan | None:
@@ -335,18 +339,22 @@ def _twins(search: MeshSearch, solved: Solved, number: int) -> Iterator[Solved]:
 def _proven(search: MeshSearch, best: tuple[Solved, Fitted], limit: float) -> tuple[Solved, Answer, float]:
     """The best answer that fits, brought nearer to the optimum, and what plans of other problems take at least.
 
-    Those are on another mesh, or fetch weights otherwise on the same one.
+    Those are on another mesh, or fetch weights otherwise on the same one. No more than the bound of the best need be
+    proven of them, and where that is far from it, no more than a relaxation says.
     """
     (chosen, fitted), problems, options = best, search.problems, search.options
+    if problems.peak(chosen, fitted.answer.choice).nbytes > limit:
+        limit = search.allowed
     memory, least = MeshMemory(problems=problems, solved=chosen, limit=limit), math.inf
     fitted = filled(fitted, chosen.answer.bound, memory, replace(options, gap=max(options.gap, LOOSE)))
     answer = tightened(fitted, chosen.answer.bound, problems.resident(chosen), memory, options)
     for solved in search.solved:
-        forms = problems.forms(solved) if solved.answer.bound < answer.objective else []
+        forms = problems.forms(solved) if solved.answer.bound < answer.bound else []
         if forms is None:
             least = min(least, solved.answer.bound)
         for form in (form for form in forms or () if form.assembly is not chosen.assembly):
-            kept = seconds_within(form.assembly.problem, problems.resident(form), limit, options, answer.objective)
+            resident, is_near = problems.resident(form), answer.is_within(_FAR)
+            kept = seconds_within(form.assembly.problem, resident, limit, options, answer.bound, close=is_near)
             least = min(least, max(solved.answer.bound, kept))
     return chosen, answer, least
 

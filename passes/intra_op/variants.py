@@ -56,6 +56,9 @@ def forms(layers: int, count: int) -> tuple[Variant, ...]:
 class VariantSearch:
     """The cheapest plan of any variant of a step, of those that need at most `limit` bytes.
 
+    What is known without a search within that, the plan without a limit and those by hand, may need what is `allowed`.
+    So may the plan of least memory where nothing else is found: a limit whose margin cannot be kept is kept without.
+
     `search` plans one, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Of each
     number of microbatches the variant that keeps least comes first while none has fitted: if it does not fit, others
     hardly will. Those whose cheapest plan does not fit wait until one does as it is, or none is left: a limit costs
@@ -68,6 +71,7 @@ class VariantSearch:
 
     step: Step
     limit: float
+    allowed: float = -math.inf
     search: Callable[[Step, bool, float, SearchContext], MeshSearch]
     most: int = MOST_OPERATORS
     context: SearchContext = field(default_factory=SearchContext)
@@ -104,7 +108,7 @@ class VariantSearch:
                 continue
             search = self.searched(step, variant)
             if not self.planned:
-                if (plan := search.cheapest).peak_nbytes <= self.limit:
+                if (plan := search.cheapest).peak_nbytes <= max(self.limit, self.allowed):
                     return plan.of_variant(variant)
                 has_way = plan.cluster.group().device.host_bytes_per_second > 0
                 self.offloads = has_way and bool(idle_state(step.graph, step.state_pairs))
@@ -127,7 +131,8 @@ class VariantSearch:
                 self.best = plan.of_variant(variant)
         if self.best is None:
             self.least_memory_plan = _least(self.low_memory)
-            if self.least_memory_plan is None or self.least_memory_plan.peak_nbytes > self.limit:
+            most = max(self.limit, self.allowed)
+            if self.least_memory_plan is None or self.least_memory_plan.peak_nbytes > most:
                 raise OverBudgetError(
                     "no variant of the step keeps the memory limit", least_memory_plan=self.least_memory_plan
                 )

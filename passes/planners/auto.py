@@ -145,6 +145,7 @@ class Auto:
         search = VariantSearch(
             step=step,
             limit=limit,
+            allowed=_allowed(self, cluster),
             search=lambda step, offload, most_nbytes, part: self._search(step, cluster, part, offload, most_nbytes),
             context=context,
         )
@@ -187,6 +188,7 @@ class Auto:
             textbook=(lambda mesh: ()) if chosen else partial(restrictions.textbook, batch=step.batch),
             options=self.solver,
             most_nbytes=most_nbytes,
+            allowed=_allowed(self, cluster),
             context=context,
         )
         constrained = [] if self.mesh else for_constraints(graph, cluster, self.max_axes)
@@ -277,6 +279,12 @@ def _predictable(memory_limit: int | None, cluster: Cluster) -> float:
     if memory_limit is None:
         return min(1 - RESERVE, 1 / (1 + margin_of(device))) * device.memory_nbytes
     return memory_limit / (1 + margin_of(device))
+
+
+def _allowed(planner: Auto, cluster: Cluster) -> float:
+    """The bytes of a limit without the margin, where the user says how many there are: what plans by hand may need."""
+    memory_limit = limit_nbytes(planner.memory_limit)
+    return planner.limit(cluster) if memory_limit is None else float(memory_limit)
 
 
 def _check_options(planner: Auto) -> None:

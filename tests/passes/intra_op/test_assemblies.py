@@ -158,10 +158,10 @@ def test_what_is_held_throughout_is_the_inputs_and_never_more_than_the_peak() ->
 def test_a_limit_below_the_smallest_strategies_is_hopeless() -> None:
     assembly = assembled()
     row = live(assembly, ((2, -1),), np.inf)
-    problem = replace(assembly.problem, budgets=(row,))
     least = sum(float(sizes.min()) for sizes in row.nbytes.values())
-    assert is_infeasible(problem, 0.9 * least)
-    assert not is_infeasible(problem, sum(float(sizes.max()) for sizes in row.nbytes.values()))
+    most = sum(float(sizes.max()) for sizes in row.nbytes.values())
+    within = [replace(assembly.problem, budgets=(replace(row, limit=limit),)) for limit in (0.9 * least, most)]
+    assert list(map(is_infeasible, within)) == [True, False]
 
 
 def test_state_that_the_update_alone_reads_may_rest_elsewhere() -> None:
