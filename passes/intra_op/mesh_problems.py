@@ -97,7 +97,7 @@ class MeshProblems:
         other = copy(self)
         other.offload, other.idle = offload, idle_state(self.graph, self.state_pairs) if offload else ()
         other.seen, other.crowded = dict(self.seen), dict(self.crowded)
-        other.lowest, other._points, other._rows = None, {}, {}
+        other.lowest, other._rows = None, {}  # points stay: without the host, strategies have the same numbers
         other._twins = {mesh: twin and other.as_offloading(twin) for mesh, twin in self._twins.items()}
         return other
 
@@ -176,18 +176,21 @@ class MeshProblems:
         key = solved.assembly.mesh, solved.regather, tuple(choice)
         if key not in self._points:
             self._points[key] = self._peak(solved, choice)
-            if self.lowest is None or self._points[key].nbytes < self.lowest[0]:
-                self.lowest = self._points[key].nbytes, solved, tuple(choice)
-        return self._points[key]
+        point = self._points[key]
+        if self.lowest is None or point.nbytes < self.lowest[0]:
+            self.lowest = point.nbytes, solved, tuple(choice)
+        return point
 
     def _peak(self, solved: Solved, choice: Sequence[int]) -> Point:
         graph, grouping, mesh = self.graph, self.grouping, solved.assembly.mesh
         layout = solved.assembly.layout(choice)
+        if offloaded := solved.assembly.offloaded(choice):
+            point = self.peak(solved, solved.assembly.placements_of(choice))
+            return replace(point, nbytes=point.nbytes - away(offloaded_nbytes(graph, layout, offloaded, mesh)))
         reshardings = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.regather)
         donated = self.donated or (False,) * len(graph.inputs)
         memory = peak(graph, grouping, mesh, layout, reshardings, self.state_pairs, donated)
-        elsewhere = away(offloaded_nbytes(graph, layout, solved.assembly.offloaded(choice), mesh))
-        return Point(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes - elsewhere)
+        return Point(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes)
 
     def look(self, solved: Solved, limit: float) -> None:
         """Notes the peak node of an answer that needs more than the limit, if none was looked at yet."""

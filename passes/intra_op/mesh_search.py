@@ -164,7 +164,7 @@ class MeshSearch:
         other = copy(self)
         other.context, other.problems, other.within = context, self.problems.offloading(offload), None
         other.solved = list(map(other.problems.as_offloading, self.solved))
-        other.__post_init__()
+        other.by_hand = replace(self.by_hand, left_out=False)  # its answers offload nothing
         return other
 
     def cheapest_within(self, limit: float, worth: float = 1.0) -> Plan | None:

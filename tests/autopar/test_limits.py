@@ -249,21 +249,23 @@ def test_no_bytes_of_a_plan_are_negative_with_state_offloaded():
     search = MeshSearch(name="auto", problems=problems, options=SolverOptions())
     search.over([named(cluster, ("data", 2))])
     assert not search.cheapest.offloaded
-    plan = search.least_memory()
+    (solved,) = search.solved
+    away = solved.assembly.offloading(solved.answer.choice, solved.assembly.idle)
+    plan = problems.plan("auto", solved, replace(solved.answer, choice=away))
     there = autopar.parallelize(momentum_step, planner=DataParallel(), cluster=cluster, donate_argnums=0).plan(*wide())
     assert len(plan.offloaded) == 2
     assert min(plan.nbytes.values()) >= 0
     assert plan.peak_nbytes == sum(plan.nbytes.values())
-    assert 0 < sum(plan.offloaded_nbytes) <= there.nbytes["optimizer state"]
+    assert sum(plan.offloaded_nbytes) == there.nbytes["optimizer state"]
 
 
 def test_a_plan_with_state_on_the_host_is_the_same_read_again(tmp_path: Path) -> None:
     """Its bytes, seconds and status are those that were planned, and it keeps the limit that it was made for.
 
-    No more is with the host than that asks for: of 16 arrays, none could stay without another that comes.
+    No more is with the host than that asks for: of 8 arrays, none could stay without another that comes.
     """
     layer = {"a": jax.ShapeDtypeStruct((512, 2048), jnp.float32), "b": jax.ShapeDtypeStruct((2048, 512), jnp.float32)}
-    params = [layer] * 4
+    params = [layer] * 2
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for layer in params:
@@ -280,13 +282,13 @@ def test_a_plan_with_state_on_the_host_is_the_same_read_again(tmp_path: Path) ->
 
     arguments, file = ((params,) * 3, jax.ShapeDtypeStruct((256, 512), jnp.float32)), tmp_path / "plan.json"
     options: dict[str, Any] = {"cluster": "8:a100-80g", "donate_argnums": 0}
-    planner = autopar.Auto(memory_limit="16 MiB")
+    planner = autopar.Auto(memory_limit="9 MiB")
     plan = autopar.parallelize(step, planner=planner, **options).plan(*arguments)
-    assert 2 < len(plan.offloaded) < 16
-    left = 16 * 2**20 / (1 + memory.margin_of(plan.cluster.group().device)) - plan.peak_nbytes
+    assert 2 < len(plan.offloaded) < 8
+    left = 9 * 2**20 / (1 + memory.margin_of(plan.cluster.group().device)) - plan.peak_nbytes
     assert 0 <= left < 2 * max(plan.offloaded_nbytes)  # an update reads two
     plan.save(file)
-    again = autopar.parallelize(step, planner=autopar.Manual(file), memory_limit="16 MiB", **options).plan(*arguments)
+    again = autopar.parallelize(step, planner=autopar.Manual(file), memory_limit="9 MiB", **options).plan(*arguments)
     assert (again.nbytes, again.seconds, again.peak_nbytes) == (plan.nbytes, plan.seconds, plan.peak_nbytes)
     assert again.solution.status == plan.solution.status
 
