@@ -113,7 +113,7 @@ def fit(
         if point.nbytes <= limit:
             fitted = Fitted(problem=problem, answer=answer, nbytes=memory.peak(stated.choice).nbytes)
             return filled(fitted, first.bound, memory, options, close=False)
-        if answer.objective >= cutoff:  # further rows make it dearer
+        if stated.objective >= cutoff:  # further rows make it dearer
             raise NotCheaperError("what fits takes more time than another plan")
         stalled = 0 if point.nbytes < _PROGRESS * lowest else stalled + 1
         lowest = min(lowest, point.nbytes)
