@@ -35,6 +35,10 @@ _PROGRESS = 0.99
 LOOSE = 2e-2
 """The gap at which a round may end: what it finds is mostly forbidden by the next one."""
 
+_WIDE = 0.5
+"""The gap from which an answer of a relaxation is branched on: rounded under budgets, that of six shared layers took
+three times its bound, and passed for what takes longer than another plan."""
+
 _FILLINGS, _FULL = 4, 0.95
 """Solves that give what is left of a limit to the rows, and the share of the limit from which nothing is. Rows count
 values that compilers make anew where they are read, 93 kB of a GPT of one layer of which 52 are there: within .9 of the
@@ -113,7 +117,7 @@ def fit(
         if point.nbytes <= limit:
             fitted = Fitted(problem=problem, answer=answer, nbytes=memory.peak(stated.choice).nbytes)
             return filled(fitted, first.bound, memory, options, close=False)
-        if stated.objective >= cutoff:  # further rows make it dearer
+        if answer.objective >= cutoff:  # further rows make it dearer
             raise NotCheaperError("what fits takes more time than another plan")
         stalled = 0 if point.nbytes < _PROGRESS * lowest else stalled + 1
         lowest = min(lowest, point.nbytes)
@@ -140,14 +144,15 @@ def fit(
 
 
 def _roughly(problem: ShardingProblem, options: SolverOptions, cutoff: float) -> Answer:
-    """An answer from the relaxation, or where that leads to none, from branching."""
+    """An answer from the relaxation, or from branching, where that leads to none or to one far above its bound."""
     search = Search(problem, options)
     try:
-        return search.run(cutoff, close=False)
+        answer = search.run(cutoff, close=False)
     except NotCheaperError:
         raise
     except OverBudgetError:
         return search.run(cutoff, close=True)
+    return answer if answer.is_within(_WIDE) else search.run(cutoff, close=True)
 
 
 def filled(fitted: Fitted, least: float, memory: DeviceMemory, options: SolverOptions, *, close: bool = True) -> Fitted:
