@@ -21,7 +21,7 @@ from rich.table import Table
 import autopar
 from benchmarks.console import stdout
 from benchmarks.memory_limit import words
-from benchmarks.networks import Design, drawn
+from benchmarks.networks import Design, add_arguments, drawn
 from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError, PlanningError
 from passes.text import quantities
@@ -62,16 +62,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "limit, and every refusal of what is known to fit; exits with 1 if there are any.",
         epilog="example: python -m benchmarks.limits --seed 3 --count 5 --clusters 8:a100-80g --shares 0.3,0.6",
     )
-    parser.add_argument("--seed", default=0, type=int, help="of what is drawn (default: %(default)s)")
-    parser.add_argument("--first", default=0, type=int, metavar="N", help="number of the first network (default: 0)")
-    parser.add_argument("--count", default=10, type=int, metavar="N", help="networks (default: %(default)s)")
-    parser.add_argument(
-        "--clusters",
-        default=CLUSTERS,
-        type=lambda text: tuple(text.split(",")),
-        metavar="A,B",
-        help=f"each network is planned for each (default: {','.join(CLUSTERS)})",
-    )
+    add_arguments(parser, 10, CLUSTERS)
     parser.add_argument(
         "--shares",
         default=SHARES,

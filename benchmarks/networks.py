@@ -6,6 +6,7 @@ block, a stack of blocks drawn one by one, a U-Net, or two towers of one stack.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -238,3 +239,17 @@ def _u_net(design: Design) -> tuple[Any, Callable[[Any, Any], Any]]:
         return h
 
     return [down, up], apply
+
+
+def add_arguments(parser: argparse.ArgumentParser, count: int, clusters: Sequence[str]) -> None:
+    """Adds the options of what is drawn, by default `count` networks, and of the `clusters` that it is planned for."""
+    parser.add_argument("--seed", default=0, type=int, help="of what is drawn (default: %(default)s)")
+    parser.add_argument("--first", default=0, type=int, metavar="N", help="number of the first network (default: 0)")
+    parser.add_argument("--count", default=count, type=int, metavar="N", help="networks (default: %(default)s)")
+    parser.add_argument(
+        "--clusters",
+        default=tuple(clusters),
+        type=lambda text: tuple(text.split(",")),
+        metavar="A,B",
+        help=f"each network is planned for each (default: {','.join(clusters)})",
+    )

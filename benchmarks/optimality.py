@@ -22,7 +22,7 @@ from rich.table import Table
 import autopar
 from benchmarks.child import Child, CrashError
 from benchmarks.console import stdout
-from benchmarks.networks import Design, drawn
+from benchmarks.networks import Design, add_arguments, drawn
 from benchmarks.proof import EXACT, Proof, problems, proven, size
 from passes.cluster import parse_cluster
 from passes.solver import SolverOptions
@@ -113,16 +113,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "below the bound that a plan prints.",
         epilog="example: python -m benchmarks.optimality --seed 3 --first 17 --count 1 --clusters 8:a100-80g",
     )
-    parser.add_argument("--seed", default=0, type=int, help="of what is drawn (default: %(default)s)")
-    parser.add_argument("--first", default=0, type=int, metavar="N", help="number of the first network (default: 0)")
-    parser.add_argument("--count", default=COUNT, type=int, metavar="N", help="networks (default: %(default)s)")
-    parser.add_argument(
-        "--clusters",
-        default=CLUSTERS,
-        type=lambda text: tuple(text.split(",")),
-        metavar="A,B",
-        help=f"each network is planned for each (default: {','.join(CLUSTERS)})",
-    )
+    add_arguments(parser, COUNT, CLUSTERS)
     parser.add_argument(
         "--proof",
         default="untied",

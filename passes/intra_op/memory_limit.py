@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.intra_op.memory_budgets import budget
+from passes.intra_op.mesh_problems import MeshMemory, Point
 from passes.intra_op.peak_node import NodePath
 from passes.solver import (
     Answer,
@@ -45,37 +44,6 @@ values that compilers make anew where they are read, 93 kB of a GPT of one layer
 free plan's peak its plan needed .42, and took 1.06 times what one of .65 does."""
 
 
-class DeviceMemory(Protocol):
-    """The memory of a device, of which `limit` bytes are for a program, and what answers to its problem need there."""
-
-    @property
-    def limit(self) -> float: ...
-
-    def peak(self, choice: Sequence[int]) -> Point:
-        """The place where an answer needs most memory, and the bytes."""
-        ...
-
-    def row(self, at: NodePath) -> Budget:
-        """The row of all that is live at a node, under every strategy; without a limit."""
-        ...
-
-    def room(self, choice: Sequence[int]) -> float:
-        """The bytes of the peak of what rows put in the place of an answer: what offloads needs buffers as well."""
-        ...
-
-    def settled(self, answer: Answer) -> Answer:
-        """The same placements with as little state offloaded as keeps the limit, all that may be if nothing does."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """The place where most is live, and the bytes."""
-
-    at: NodePath
-    nbytes: float
-
-
 class InfeasibleRowError(OverBudgetError):
     """The error where the smallest strategies of all nodes together exceed a budget."""
 
@@ -92,7 +60,7 @@ class Fitted:
 def fit(
     program: ShardingProblem,
     first: Answer,
-    memory: DeviceMemory,
+    memory: MeshMemory,
     options: SolverOptions,
     seen: dict[NodePath, float],
     cutoff: float = math.inf,
@@ -155,7 +123,7 @@ def _roughly(problem: ShardingProblem, options: SolverOptions, cutoff: float) ->
     return answer if answer.is_within(_WIDE) else search.run(cutoff, close=True)
 
 
-def filled(fitted: Fitted, least: float, memory: DeviceMemory, options: SolverOptions, *, close: bool = True) -> Fitted:
+def filled(fitted: Fitted, least: float, memory: MeshMemory, options: SolverOptions, *, close: bool = True) -> Fitted:
     """The answer that fits, or a better one where the rows that led to it leave some of the limit free.
 
     No answer takes less than `least` seconds. Rows are raised by what is free; where that is too much, by half of it.
@@ -167,13 +135,13 @@ def filled(fitted: Fitted, least: float, memory: DeviceMemory, options: SolverOp
             break
         factor = min(raised * limit / fitted.nbytes, math.sqrt(raised * most))
         problem = _scaled(program, factor)
+        best = fitted.answer
         try:
-            best = fitted.answer
             stated = solve(problem, options, best.objective, close=close, known=[best.choice])
         except PlanningError:  # nothing is better, as far as was looked
             break
         answer = memory.settled(stated)
-        if answer.objective >= fitted.answer.objective:
+        if answer.objective >= best.objective:
             break
         if memory.peak(answer.choice).nbytes <= limit:
             fitted, raised = Fitted(problem=problem, answer=answer, nbytes=memory.peak(stated.choice).nbytes), factor
@@ -207,7 +175,7 @@ def is_infeasible(problem: ShardingProblem) -> bool:
     return any(problem.least(row) > row.limit for row in problem.budgets)
 
 
-def tightened(fitted: Fitted, least: float, resident: Budget, memory: DeviceMemory, options: SolverOptions) -> Answer:
+def tightened(fitted: Fitted, least: float, resident: Budget, memory: MeshMemory, options: SolverOptions) -> Answer:
     """An answer that fits, brought nearer to the optimum, with the time that it took; none takes less than `least`.
 
     The budgets that led to it are estimates, and no proof. Its bound is that of answers of which no more than the limit
@@ -248,7 +216,7 @@ def _nearer(problem: ShardingProblem, answer: Answer, options: SolverOptions, cu
 
 
 def least_memory(
-    program: ShardingProblem, first: Answer, options: SolverOptions, memory: DeviceMemory
+    program: ShardingProblem, first: Answer, options: SolverOptions, memory: MeshMemory
 ) -> tuple[tuple[int, ...], Point]:
     """The answer that needs the least memory, and its peak: budgets at the busiest points met so far, minimised."""
     problem, choice = program, memory.settled(first).choice

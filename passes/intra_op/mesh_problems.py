@@ -16,7 +16,6 @@ from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
 from passes.intra_op.extract import extract_plan
 from passes.intra_op.memory_budgets import live, resident
-from passes.intra_op.memory_limit import Point
 from passes.intra_op.offloading import (
     away,
     buffers,
@@ -35,6 +34,14 @@ from passes.placement import Grouping, group, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder
 from passes.solver import Answer, Budget, Search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The place where most is live, and the bytes."""
+
+    at: NodePath
+    nbytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

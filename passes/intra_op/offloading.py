@@ -32,7 +32,7 @@ def offloaded_nbytes(graph: Graph, layout: Layout, inputs: Sequence[int], mesh: 
     return [layout.inputs[i].local_nbytes(graph.types[graph.inputs[i]], mesh) for i in inputs]
 
 
-def transfer_seconds(nbytes: Sequence[int], mesh: Mesh) -> float:
+def transfer_seconds(nbytes: Sequence[float], mesh: Mesh) -> float:
     """Seconds of a step in which arrays of these bytes come from the host's memory and go back."""
     return 2 * sum(nbytes) / mesh.cluster.group().device.host_bytes_per_second
 
@@ -59,8 +59,8 @@ def with_host(assembly: Assembly, inputs: Sequence[int]) -> Assembly:
     made = replace(assembly, idle=idle, on_device=assembly)
     seconds = list(assembly.problem.seconds)
     for node, nbytes in idle_nbytes(made).items():
-        rate = assembly.mesh.cluster.group().device.host_bytes_per_second
-        seconds[node] = np.concatenate([seconds[node], seconds[node] + 2 * nbytes / rate])
+        transfers = [transfer_seconds([of_placement], assembly.mesh) for of_placement in nbytes]
+        seconds[node] = np.concatenate([seconds[node], seconds[node] + transfers])
     edges = _twice(assembly.problem.edges, idle)
     return replace(made, problem=replace(assembly.problem, seconds=tuple(seconds), edges=edges))
 
