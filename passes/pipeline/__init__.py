@@ -4,9 +4,11 @@ from passes.pipeline.assemble import body_of, check_submeshes, layered, pipeline
 from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.search import StagedSearch
 from passes.pipeline.segments import reduced, subgraph_of, value_specs
+from passes.pipeline.shapes import Limits
 from passes.pipeline.step_blocks import Sample
 
 __all__ = [
+    "Limits",
     "Sample",
     "StagedSearch",
     "body_of",

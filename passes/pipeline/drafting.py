@@ -18,7 +18,7 @@ from passes.pipeline.assemble import body_of
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.prefetch import price_layers
 from passes.pipeline.samples import ANCHORS, anchors, near, sampled
-from passes.pipeline.shapes import Draft, Shape, by_hand, drafted, first_of_each, shape_of
+from passes.pipeline.shapes import Draft, Limits, Shape, by_hand, drafted, first_of_each, shape_of
 from passes.pipeline.stage_table import LEAST_GAIN, StageCostTable
 from passes.pipeline.step_blocks import Sample
 from passes.progress import SearchContext
@@ -46,8 +46,8 @@ MOST_UNFIT = 4
 class Drafting:
     """Drafts of a `step`, for so many `stages`, with the `samples` there are of it so far, by the prices of a `table`.
 
-    No device may need more than `limit` bytes. Where `counts` are given, there are so many
-    stages. A sample of one microbatch prices the step without stages, too.
+    No device may need more than the `limits`. Where `counts` are given, there are so many stages. A sample of one
+    microbatch prices the step without stages, too.
     """
 
     step: Step
@@ -55,7 +55,7 @@ class Drafting:
     cluster: Cluster
     samples: dict[int, Sample]
     schedules: Sequence[str]
-    limit: float
+    limits: Limits
     table: StageCostTable
     counts: Sequence[int] = ()
     _megatron_tables: dict[tuple[int, int], StageCostTable] = field(
@@ -68,13 +68,13 @@ class Drafting:
         """The layers of which stages are made."""
         return self.table.step.n_layers
 
-    def search(self, limit: float, cutoff: float, most_nbytes: float, unfit: Set[object] = frozenset()) -> DraftSearch:
-        """A search for drafts of at most `limit` bytes by their prices; plans of the keys in `unfit` need more."""
+    def search(self, limits: Limits, cutoff: float, slack: float, unfit: Set[object] = frozenset()) -> DraftSearch:
+        """A search for drafts that keep the `limits` by their prices; plans of the keys in `unfit` need more."""
         return DraftSearch(
             table=self.table,
             schedules=self.schedules,
-            limit=limit,
-            most_nbytes=most_nbytes,
+            limits=limits,
+            slack=slack,
             limit_seconds=cutoff,
             reach=1.0 if self.is_large else CLOSE,
             least_gain=LEAST_GAIN if self.is_large else 0.0,
@@ -107,14 +107,14 @@ class Drafting:
 
     def _best_count(self, search: DraftSearch) -> int:
         """The microbatches of the fastest draft that fits, or the most that are sampled."""
-        fits = [draft for draft in search.drafts if draft.peak_nbytes <= search.limit]
+        fits = [draft for draft in search.drafts if draft.excess(search.limits) <= 1]
         return min(fits, key=lambda draft: draft.seconds).microbatches if fits else max(self.samples)
 
     def of_least_memory(self) -> list[Draft]:
         """Drafts by hand that are not said to fit, those first that need least."""
-        search = self.search(self.limit, math.inf, math.inf)
+        search = self.search(self.limits, math.inf, math.inf)
         self._by_hand(search, ANCHORS[-1 if self.is_large else 1], max(self.samples))
-        unfit = [draft for draft in search.drafts if draft.peak_nbytes > SLACK * self.limit]
+        unfit = [draft for draft in search.drafts if draft.excess(self.limits) > SLACK]
         return first_of_each(sorted(unfit, key=lambda draft: draft.peak_nbytes))[:MOST_UNFIT]
 
     def rivals(self, seconds: float) -> bool:
@@ -133,10 +133,10 @@ class Drafting:
         everything = self._everything()
         state_nbytes = self.table.bounds.of_layers(0, self.layers, everything, count).nbytes
         end = len(self.table.step.cuts(count).blocks)
-        if state_nbytes + self.table.kept_nbytes(0, end, everything.n_devices, count) > self.limit:
+        if state_nbytes + self.table.kept_nbytes(0, end, everything.n_devices, count) > self.limits.by_hand:
             return None
         stage = self.table.candidate(0, self.layers, everything, count, cutoff=cutoff)
-        return stage if stage is not None and stage.needed_nbytes(1) <= self.limit else None
+        return stage if stage is not None and stage.needed_nbytes(1) <= self.limits.by_hand else None
 
     def _partition(self, search: DraftSearch, context: SearchContext) -> Partition | None:
         """The stages that take least by their prices and keep the limit, if any may be better than the drafts so far.
@@ -144,7 +144,7 @@ class Drafting:
         In the number of microbatches that is best for pipelines by hand and, unless the step is large, the first ones.
         Schedules that split the backward are for drafts: they ask for the same stages, and bounds for them are weak.
         """
-        fits = [draft for draft in search.drafts if draft.peak_nbytes <= search.limit]
+        fits = [draft for draft in search.drafts if draft.excess(search.limits) <= 1]
         counts = {min(fits, key=lambda draft: draft.seconds).microbatches} if fits else set[int]()
         if not fits or not self.is_large:
             counts |= {n for n in anchors(self.step.counts) if n in self.samples}
@@ -159,7 +159,7 @@ class Drafting:
                 self.table,
                 schedules=unsplit or single or ("1f1b",),
                 microbatches=tuple(sorted(counts)) or (1,),
-                memory_limit=search.limit,
+                memory_limit=search.limits.searched,
                 dispatch_seconds=device.dispatch_seconds,
                 overlap=device.send_overlap,
                 n_stages=[n for n in range(2, self.layers + 1) if not self.counts or n in self.counts],
@@ -193,8 +193,10 @@ class Drafting:
         Of a large step those that are slower come after the first, for where its plan does not fit after all.
         """
         most = math.inf if self.is_large else search.cutoff
-        ours = [draft for draft in search.drafts if draft.seconds < most and draft.peak_nbytes <= search.most_nbytes]
-        return first_of_each(sorted(ours, key=lambda draft: (draft.peak_nbytes > search.limit, draft.seconds)))
+        ours = [
+            draft for draft in search.drafts if draft.seconds < most and draft.excess(search.limits) <= search.slack
+        ]
+        return first_of_each(sorted(ours, key=lambda draft: (draft.excess(search.limits) > 1, draft.seconds)))
 
     def _megatron_table(self, size: int, tensor: int) -> StageCostTable:
         """The prices of blocks on submeshes of this size, their weights cut over so many devices."""

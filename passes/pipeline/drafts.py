@@ -20,7 +20,7 @@ from passes.pipeline.draft_prices import (
     runs_of,
     transfers_of,
 )
-from passes.pipeline.shapes import Draft, Shape, by_hand
+from passes.pipeline.shapes import Draft, Limits, Shape, by_hand
 from passes.pipeline.stage_bytes import least_bytes, partly_priced
 from passes.pipeline.stage_table import StageCostTable
 
@@ -29,17 +29,17 @@ from passes.pipeline.stage_table import StageCostTable
 class DraftSearch:
     """The `drafts` of a search, each with the seconds that it takes by its prices.
 
-    `best` is what the fastest of them takes that needs at most `limit` bytes of a device, and is of no key in `unfit`,
-    whose plans need more; none is priced that takes `reach` times that or more, or `limit_seconds`, nor what is seen
-    before to need more than `most_nbytes` or to gain no more than the share `least_gain`. `has` makes a sample in so
-    many microbatches, and says whether there is one; `megatron_table(n, tensor)` has Megatron's prices on n devices of
-    which so many cut the weights.
+    `best` is what the fastest of them takes that keeps its one of the `limits` of a device, and is of no key in
+    `unfit`, whose plans do not; none is priced that takes `reach` times that or more, or `limit_seconds`, nor what is
+    seen before to need more than `slack` times its limit or to gain no more than the share `least_gain`. `has` makes a
+    sample in so many microbatches, and says whether there is one; `megatron_table(n, tensor)` has Megatron's prices on
+    n devices of which so many cut the weights.
     """
 
     table: StageCostTable
     schedules: Sequence[str]
-    limit: float
-    most_nbytes: float
+    limits: Limits
+    slack: float
     limit_seconds: float
     reach: float
     least_gain: float
@@ -58,8 +58,12 @@ class DraftSearch:
     def take(self, draft: Draft) -> None:
         if draft.seconds < self.cutoff:
             self.drafts.append(draft)
-            if draft.peak_nbytes <= self.limit and draft.key not in self.unfit:
+            if draft.excess(self.limits) <= 1 and draft.key not in self.unfit:
                 self.best = min(self.best, draft.seconds)
+
+    def most_nbytes(self, shape: Shape) -> float:
+        """The bytes of a device that a shape may need by its prices, which are not plans."""
+        return self.slack * self.limits.of(shape, self.table)
 
     def add(self, shapes: Iterable[tuple[Shape, int]]) -> None:
         """Prices these shapes in so many microbatches under each schedule, in the order of their bounds."""
@@ -72,7 +76,8 @@ class DraftSearch:
         heapq.heapify(queue)
         while queue and (1 + self.least_gain) * queue[0][0] < self.cutoff:
             bound, number, shape, count, names = heapq.heappop(queue)
-            fitting = tuple(name for name in names if self.least_nbytes(shape, count, name) <= self.most_nbytes)
+            most = self.most_nbytes(shape)
+            fitting = tuple(name for name in names if self.least_nbytes(shape, count, name) <= most)
             likely = self._expected_to_fit(shape, self.table, count, fitting)
             if not (likely or any(self._megatron_tables(shape, count, fitting))) or not self.has(count):
                 continue
@@ -82,10 +87,10 @@ class DraftSearch:
                 continue
             over = dict.fromkeys(fitting, least)
             if likely:
-                drafts = priced_drafts(shape, self.table, count, likely, self.cutoff, self.most_nbytes)
+                drafts = priced_drafts(shape, self.table, count, likely, self.cutoff, most)
                 slow = () if drafts is None else likely
                 over = {name: seconds for name, seconds in over.items() if name not in slow}
-                over |= {draft.schedule: draft.seconds for draft in drafts or () if draft.peak_nbytes > self.limit}
+                over |= {draft.schedule: draft.seconds for draft in drafts or () if draft.excess(self.limits) > 1}
                 for draft in drafts or ():
                     self.take(draft)
             self._add_megatron(shape, count, over)
@@ -97,7 +102,8 @@ class DraftSearch:
             price_deciding(shape, [table for table, _ in tables], count, self.cutoff)
         for table, likely in tables:
             names = tuple(name for name in likely if over[name] < self.cutoff)
-            drafts = priced_drafts(shape, table, count, names, self.cutoff, self.most_nbytes) if names else None
+            most = self.most_nbytes(shape)
+            drafts = priced_drafts(shape, table, count, names, self.cutoff, most) if names else None
             for draft in drafts or ():
                 self.take(draft)
 
@@ -111,7 +117,7 @@ class DraftSearch:
             return
         known = _known(self.table, count)
         for tensor in (parts for parts in range(size, 0, -1) if size % parts == 0):
-            if _most_state_nbytes(shape, self.table, known, tensor) <= self.limit:
+            if _most_state_nbytes(shape, self.table, known, tensor) <= self.limits.of(shape, self.table):
                 table = self.megatron_table(size, tensor)
                 if likely := self._expected_to_fit(shape, table, count, names):
                     yield table, likely
@@ -122,14 +128,17 @@ class DraftSearch:
         """The schedules under which a shape may fit, by what its blocks need in other numbers of microbatches."""
         stages = _rescaled(shape, table, count)
         tasks = {name: NamedSchedule(name, len(shape.begins), count, shape.chunks) for name in names}
-        return tuple(name for name in names if not stages or tasks[name].peak_nbytes(stages) <= self.most_nbytes)
+        most = self.most_nbytes(shape)
+        return tuple(name for name in names if not stages or tasks[name].peak_nbytes(stages) <= most)
 
     def is_tight(self, n_devices: int) -> bool:
         """Whether some even stages are seen not to fit in as many microbatches as there are samples of."""
         names, count = [name for name in self.schedules if not is_chunked(name)], max(self.table.step.samples)
         shapes = (shape for shape in by_hand(self.table, n_devices, count) if shape.chunks == 1)
-        needed = (min((self.least_nbytes(shape, count, name) for name in names), default=0.0) for shape in shapes)
-        return any(nbytes > self.most_nbytes for nbytes in needed)
+        return any(
+            min((self.least_nbytes(shape, count, name) for name in names), default=0.0) > self.most_nbytes(shape)
+            for shape in shapes
+        )
 
     def least_nbytes(self, shape: Shape, count: int, schedule: str) -> float:
         """The least bytes of a device that some group of a shape needs: what it holds, and what is in flight."""

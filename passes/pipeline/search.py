@@ -19,7 +19,7 @@ from passes.intra_op import pins
 from passes.pipeline.block_costs import BlockCosts
 from passes.pipeline.drafting import CLOSE, MOST_NODES, MOST_UNFIT, SLACK, Drafting, size
 from passes.pipeline.drafts import DraftSearch
-from passes.pipeline.shapes import Draft, evenly, first_of_each
+from passes.pipeline.shapes import Draft, Limits, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample, StepBlocks
@@ -55,7 +55,7 @@ class StagedSearch:
     samples: dict[int, Sample]
     layers: int
     schedules: Sequence[str]
-    limit: float
+    limits: Limits
     solver: SolverOptions
     meshes: Callable[[int], Sequence[Mesh]]
     pinned: pins.ByName | None = None
@@ -86,7 +86,7 @@ class StagedSearch:
             cluster=self.cluster,
             samples=self.samples,
             schedules=self.schedules,
-            limit=self.limit,
+            limits=self.limits,
             table=self.table,
             counts=self.counts,
         )
@@ -95,7 +95,7 @@ class StagedSearch:
             stages=self.stages,
             cluster=self.cluster,
             schedules=self.schedules,
-            limit=self.limit,
+            limits=self.limits,
             solver=self.solver,
             pinned=self.pinned,
             context=self.context,
@@ -125,10 +125,10 @@ class StagedSearch:
         self._seen.clear()
         self._unfit.clear()
         is_large, best = self.drafting.is_large, None
-        limit = SLACK * self.limit if is_large else self.limit  # the fastest of few that are planned may fit
+        limits = self.limits.times(SLACK if is_large else 1.0)  # the fastest of few that are planned may fit
         for _ in range(1 + RETRIES):
             cutoff = best.step_seconds if best else self.context.cutoff
-            search = self.drafting.search(limit, cutoff, limit if is_large else SLACK * limit, self._unfit)
+            search = self.drafting.search(limits, cutoff, 1.0 if is_large else SLACK, self._unfit)
             with self.context.ending_early():
                 self.drafting.draft(search, self.context)
             if self.context.is_interrupted:
@@ -139,16 +139,20 @@ class StagedSearch:
             is_near = is_large and best is not None and best.step_seconds < CLOSE * search.best
             if over is None or is_near or (best is not None and self.context.is_interrupted):
                 break
-            limit *= LESS * min(1.0, self.limit / over)
+            limits = limits.times(LESS * min(1.0, 1 / over))
         if best is None and math.isinf(self.context.cutoff):
             best, _ = self._best(self.drafting.of_least_memory(), self.context.cutoff)
         return best
 
     def _of_drafts_so_far(self, search: DraftSearch) -> PipelinePlan | None:
         """The fastest plan of few drafts so far that keeps the limit; those that do by their price come first."""
-        drafts = sorted(search.drafts, key=lambda draft: (draft.peak_nbytes > self.limit, draft.seconds))
-        plans = map(self._planned, first_of_each(drafts)[:MOST_UNFIT])
-        return next((plan for plan in plans if plan is not None and plan.peak_nbytes <= self.limit), None)
+        drafts = sorted(search.drafts, key=lambda draft: (draft.excess(self.limits) > 1, draft.seconds))
+        plans = ((self._limit(draft), self._planned(draft)) for draft in first_of_each(drafts)[:MOST_UNFIT])
+        return next((plan for limit, plan in plans if plan is not None and plan.peak_nbytes <= limit), None)
+
+    def _limit(self, draft: Draft) -> float:
+        """The bytes of a device that the plan of a draft may need."""
+        return self.limits.of(draft.shape, draft.table)
 
     def _planned(self, draft: Draft) -> PipelinePlan | None:
         """The plan of a draft; None where it has none: blocks can be where a whole stage cannot."""
@@ -157,13 +161,13 @@ class StagedSearch:
         except PlanningError:
             return None
 
-    def _best(self, drafted: Sequence[Draft], cutoff: float) -> tuple[PipelinePlan | None, int | None]:
+    def _best(self, drafted: Sequence[Draft], cutoff: float) -> tuple[PipelinePlan | None, float | None]:
         """The best plan of these drafts that fits and takes less than the cutoff, as far as they are planned.
 
-        With the least that was needed by one that does not fit, None if all that were planned do.
+        With the least multiple of its limit that one needs which does not fit, None if all that were planned do.
         """
         best: PipelinePlan | None = None
-        over: int | None = None
+        over: float | None = None
         nodes = planned = 0
         with self.context.ending_early():
             for draft in drafted:
@@ -181,9 +185,9 @@ class StagedSearch:
                     continue
                 if self.least_memory_plan is None or plan.peak_nbytes < self.least_memory_plan.peak_nbytes:
                     self.least_memory_plan = plan
-                if plan.peak_nbytes > self.limit:
+                if (excess := plan.peak_nbytes / self._limit(draft)) > 1:
                     self._unfit.add(draft.key)
-                    over = min(plan.peak_nbytes, over or plan.peak_nbytes)
+                    over = min(excess, over or excess)
                 elif plan.step_seconds < (best.step_seconds if best else cutoff):
                     best = plan
         return self.context.kept(best).ended(INTERRUPTED) if self.context.is_interrupted else best, over

@@ -32,6 +32,32 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The bytes that a device of a pipeline may need: of stages `by_hand` all there are, of `searched` ones less.
+
+    What is searched is what predictions flatter, so it leaves a margin for what they miss.
+    """
+
+    searched: float
+    by_hand: float
+
+    @classmethod
+    def of_any(cls, nbytes: float) -> Limits:
+        """One limit for all stages."""
+        return cls(searched=nbytes, by_hand=nbytes)
+
+    def of(self, shape: Shape, table: StageCostTable) -> float:
+        """The limit of a shape: it is by hand if its stages are even and on equal submeshes."""
+        even = table.step.cuts(next(iter(table.step.samples))).even
+        is_by_hand = len(set(shape.devices)) == 1 and even.get(len(shape.begins)) == shape.begins
+        return self.by_hand if is_by_hand else self.searched
+
+    def times(self, factor: float) -> Limits:
+        """Limits larger by a factor."""
+        return Limits(searched=factor * self.searched, by_hand=factor * self.by_hand)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """A shape in so many microbatches under a schedule, with what it takes by its prices.
 
@@ -49,6 +75,10 @@ class Draft:
     def key(self) -> object:
         """The identity of the plans of its stages: all but the schedule."""
         return self.shape, self.microbatches, id(self.table)
+
+    def excess(self, limits: Limits) -> float:
+        """The bytes that it needs by its prices as a multiple of its limit: it fits up to one."""
+        return self.peak_nbytes / limits.of(self.shape, self.table)
 
 
 def evenly(n_devices: int) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from passes.cluster import Cluster
 from passes.errors import InternalError
@@ -13,7 +14,7 @@ from passes.intra_op import pins
 from passes.pipeline import prefetch
 from passes.pipeline.assemble import assemble_pipeline, restated
 from passes.pipeline.draft_prices import runs_of
-from passes.pipeline.shapes import Draft
+from passes.pipeline.shapes import Draft, Limits
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, SearchContext
 from passes.solver import SolverOptions
@@ -32,14 +33,14 @@ what is needed for a moment, and a stage within less may keep more of each micro
 class StagePlans:
     """The plans of drafts of a `step`, in its variants for so many `stages`; those of equal stages are kept.
 
-    Devices have `limit` bytes.
+    Devices have the bytes of `limits`.
     """
 
     step: Step
     stages: int
     cluster: Cluster
     schedules: Sequence[str]
-    limit: float
+    limits: Limits
     solver: SolverOptions
     pinned: pins.ByName | None
     context: SearchContext
@@ -55,7 +56,7 @@ class StagePlans:
         """The plan of a draft: its stages planned in full, under the schedule that is the best then.
 
         Prices leave out what is needed for a moment. Where that is why it does not fit, the stages that need too much
-        are planned again within less.
+        are planned again within less, which is a search.
         """
         step, shape = self.written(draft.microbatches), draft.shape
         begins = draft.table.step.firsts(step.graph, shape.begins, draft.microbatches)
@@ -63,38 +64,26 @@ class StagePlans:
         about = "auto", step.graph, self.cluster, step.state_pairs, step.donated, cut, begins
         parts = step.parts(cut)
         plans, best = self._stages(draft, parts, {}), None
+        limit = self.limits.of(shape, draft.table)
         for _ in range(1 + TIGHTENED):
             if plans is None:
                 break
             made = assemble_pipeline(*about, plans, draft.schedule, shape.chunks, self._costs)
             scheduled = self._scheduled(made)
-            best = min((best, *scheduled) if best else scheduled, key=self._order)
+            best = min((best, *scheduled) if best else scheduled, key=partial(_order, limit))
             smallest = min(scheduled, key=lambda plan: plan.peak_nbytes)
-            if not self.limit < smallest.peak_nbytes <= NEARLY * self.limit:
+            if not limit < smallest.peak_nbytes <= NEARLY * limit:
                 break
-            plans = self._stages(draft, parts, self._tighter(smallest))
+            limit = self.limits.searched
+            plans = self._stages(draft, parts, _tighter(smallest, limit))
         if best is None:
             raise InternalError("stages without a limit have no plan")
         return best
-
-    def _order(self, plan: PipelinePlan) -> tuple[bool, float]:
-        """The key by which the best comes first: the fastest that fits, else what needs least."""
-        is_over = plan.peak_nbytes > self.limit
-        return is_over, plan.peak_nbytes if is_over else plan.step_seconds
 
     def _scheduled(self, plan: PipelinePlan) -> list[PipelinePlan]:
         """The pipeline under each schedule that it can have."""
         names = [name for name in self.schedules if is_chunked(name) == (plan.chunks > 1)]
         return [replace(plan, schedule_name=name) for name in names] or [plan]
-
-    def _tighter(self, plan: PipelinePlan) -> dict[int, float]:
-        """The bytes that stages of groups which need too much may need: less by what is too much."""
-        limits: dict[int, float] = {}
-        for group, nbytes in enumerate(plan.timeline.peak_nbytes):
-            if nbytes > self.limit:
-                for stage in range(group, len(plan.stages), plan.groups):
-                    limits[stage] = plan.stages[stage].peak_nbytes - (nbytes - self.limit) / plan.chunks
-        return limits
 
     def _stages(self, draft: Draft, parts: Sequence[Step], limits: Mapping[int, float]) -> list[Plan] | None:
         """The plan of every stage; equal ones are planned once, in this draft or another.
@@ -135,3 +124,19 @@ class StagePlans:
 
     def _report_stage(self, done: int, total: int) -> None:
         self.context.report(Progress(phase="plan the stages chosen", done=done, total=total))
+
+
+def _order(limit: float, plan: PipelinePlan) -> tuple[bool, float]:
+    """The key by which the best comes first: the fastest that fits, else what needs least."""
+    is_over = plan.peak_nbytes > limit
+    return is_over, plan.peak_nbytes if is_over else plan.step_seconds
+
+
+def _tighter(plan: PipelinePlan, limit: float) -> dict[int, float]:
+    """The bytes that stages of groups which need more than a limit may need: less by what is too much."""
+    limits: dict[int, float] = {}
+    for group, nbytes in enumerate(plan.timeline.peak_nbytes):
+        if nbytes > limit:
+            for stage in range(group, len(plan.stages), plan.groups):
+                limits[stage] = plan.stages[stage].peak_nbytes - (nbytes - limit) / plan.chunks
+    return limits

@@ -46,7 +46,7 @@ from passes.inter_op import SCHEDULES
 from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, for_constraints, layouts, pins, restrictions
 from passes.ir import Graph, has_effect
 from passes.memory import margin_of
-from passes.pipeline import Sample, StagedSearch, layers_of, samples_of
+from passes.pipeline import Limits, Sample, StagedSearch, layers_of, samples_of
 from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
 from passes.planners.checks import (
     check_counts,
@@ -254,7 +254,7 @@ class Auto:
             samples=samples,
             layers=layers,
             schedules=self.schedules or tuple(SCHEDULES),
-            limit=self.limit(cluster),
+            limits=Limits(searched=self.limit(cluster), by_hand=_allowed(self, cluster)),
             solver=self.solver,
             meshes=lambda n_devices: self._laid_out(cluster, n_devices),
             pinned=pins.ByName(cast("pins.Pins", self.pins)) if self.pins else None,

@@ -19,7 +19,7 @@ from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES, Submesh
 from passes.intra_op import layouts
 from passes.layers import KEPT, blocks, in_blocks, sample_graph
-from passes.pipeline import Sample, StagedSearch, body_of, prefetch
+from passes.pipeline import Limits, Sample, StagedSearch, body_of, prefetch
 from passes.pipeline import search as staged
 from passes.pipeline.drafting import Drafting
 from passes.pipeline.samples import finest, sampled
@@ -112,7 +112,7 @@ def searching(traced, samples, layers, limit=1e15):
         samples=dict(samples),
         layers=layers,
         schedules=tuple(SCHEDULES),
-        limit=limit,
+        limits=Limits.of_any(limit),
         solver=SolverOptions(),
         meshes=lambda n: layouts(CLUSTER, n, 2),
     )

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from passes.inter_op import (
 from passes.inter_op.schedules import in_flight
 from passes.pipeline.draft_prices import least_seconds
 from passes.pipeline.search import StagedSearch
-from passes.pipeline.shapes import Shape
+from passes.pipeline.shapes import Draft, Limits, Shape
 from tests.sample import some
 
 
@@ -94,19 +95,44 @@ def test_as_much_is_in_flight_in_few_rounds_as_in_many(groups: int, chunks: int)
         assert tasks.in_flight(each) == list(in_flight(schedule, each))
 
 
+EVEN = Shape(begins=(0, 2), devices=(1, 1))
+
+
+def drafted(*, microbatches: int, seconds: float, nbytes: int, shape: Shape = EVEN) -> Draft:
+    """A draft of a step of four equal blocks."""
+    step = SimpleNamespace(samples={1: None}, cuts=lambda count: SimpleNamespace(even={2: (0, 2)}))
+    table: Any = SimpleNamespace(step=step)
+    return Draft(
+        shape=shape, microbatches=microbatches, schedule="1f1b", seconds=seconds, peak_nbytes=nbytes, table=table
+    )
+
+
 class Plans:
     """Plans of drafts by their seconds: what takes less than 2 s cannot be planned, though its blocks can."""
 
-    def plan(self, draft: SimpleNamespace) -> SimpleNamespace:
+    def plan(self, draft: Draft) -> SimpleNamespace:
         if draft.seconds < 2:
             raise PlanningError("this stage cannot be there")
         return SimpleNamespace(seconds=draft.seconds, peak_nbytes=draft.peak_nbytes)
 
 
 def test_an_interrupted_search_takes_the_first_draft_that_can_be_planned() -> None:
-    drafts = [SimpleNamespace(key=n, seconds=float(n), peak_nbytes=9 if n == 2 else 1) for n in (3, 1, 2)]
+    drafts = [drafted(microbatches=n, seconds=float(n), nbytes=9 if n == 2 else 1) for n in (3, 1, 2)]
     search = object.__new__(StagedSearch)
-    search.limit, search.plans = 5.0, Plans()
+    search.limits, search.plans = Limits.of_any(5.0), Plans()
     plan = search._of_drafts_so_far(SimpleNamespace(drafts=drafts))
     assert plan is not None
     assert plan.seconds == 3
+
+
+@pytest.mark.parametrize(
+    ("begins", "devices", "by_hand"), [((0, 2), (2, 2), 1), ((0, 3), (2, 2), 0), ((0, 2), (1, 3), 0)]
+)
+def test_stages_by_hand_are_even_and_on_equal_submeshes(
+    begins: tuple[int, ...], devices: tuple[int, ...], by_hand: int
+) -> None:
+    """They may need all that there is, searched ones leave a margin."""
+    draft = drafted(microbatches=4, seconds=1.0, nbytes=15, shape=Shape(begins=begins, devices=devices))
+    limits = Limits(searched=10.0, by_hand=20.0)
+    assert draft.excess(limits) == (0.75 if by_hand else 1.5)
+    assert draft.excess(limits.times(3)) == (0.25 if by_hand else 0.5)
