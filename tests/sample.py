@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,15 @@ import pytest
 def some(cases: Iterable[Any], quick: int) -> list[Any]:
     """The first `quick` cases for every run, the others for the slow one."""
     return [case if i < quick else slow(case) for i, case in enumerate(cases)]
+
+
+def half(*axes: Iterable[Any]) -> list[Any]:
+    """Every combination of the cases of several axes: half of them, with each case, for every run."""
+    combined = itertools.product(*map(enumerate, axes))
+    return [
+        values if sum(places) % 2 == 0 else slow(*values)
+        for places, values in (zip(*combination, strict=True) for combination in combined)
+    ]
 
 
 def slow(*values: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
+from tests.sample import half
 
 ROWS, NOISE, WIDTH = 4096, 24, 48
 State = tuple[Any, jax.Array]
@@ -74,8 +75,7 @@ def test_noise_on_weights_is_no_batch():
     assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
 
 
-@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(3)], ids=["data", "zero"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "planner"), half(STEPS, (autopar.DataParallel(), autopar.Zero(3))))
 def test_a_step_that_draws_is_jits(name: str, planner: Any):
     with jax.enable_x64(True):
         state, x = state_of(16, "float64")[name], np.random.default_rng(1).normal(size=(16, WIDTH))

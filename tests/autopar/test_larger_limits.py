@@ -76,6 +76,7 @@ def test_with_a_larger_limit_a_plan_is_never_slower(seed: int):
         assert larger.solution.bound <= leaner.step_seconds * (1 + 1e-6), "a plan that fits goes below a bound"
 
 
+@pytest.mark.slow
 def test_a_limit_is_used_where_that_is_faster():
     """A GPT of one layer: what the backward pass computes again takes no room, though budgets count it.
 
@@ -110,6 +111,7 @@ def bottlenecks(count: int, width: int, batch: int, limit: int | None) -> Plan:
     return step.plan(network.state, network.batch)
 
 
+@pytest.mark.slow
 def test_where_computing_again_takes_more_room_than_it_saves_keeping_more_is_tried():
     """Weights of 3072 by 768 and a batch of 256: within .6 of the free plan's memory nothing was found."""
     free = bottlenecks(4, 3072, 256, None)
@@ -119,6 +121,7 @@ def test_where_computing_again_takes_more_room_than_it_saves_keeping_more_is_tri
     assert "everything" in plan.remat or not plan.remat
 
 
+@pytest.mark.slow
 def test_of_two_variants_that_are_nearly_as_fast_the_one_that_comes_nearer_is_taken():
     """Within .55 of the free plan's memory 151 us were found, and within half of it 145."""
     free = bottlenecks(2, 1024, 64, None)

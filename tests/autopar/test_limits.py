@@ -29,7 +29,7 @@ from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.runtime.test_donation import on, pipeline_of
 from tests.autopar.runtime.test_pipeline import OPTIMIZERS, mlp, squared, step_of
 from tests.autopar.test_memory_limit import momentum_step, wide
-from tests.sample import slow
+from tests.sample import half, slow
 
 WEIGHT = jax.ShapeDtypeStruct((65536, 65536), jnp.float32)  # 16 GiB
 GIB = 2**30
@@ -127,8 +127,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(("name", "dtype"), half(FUNCTIONS, ("float32", "bfloat16")))
 def test_what_is_compiled_keeps_the_limit_or_an_error_says_so(name: str, dtype: str):
     given = jax.ShapeDtypeStruct((64, 64), dtype), jax.ShapeDtypeStruct((256, 64), dtype)
     free = autopar.parallelize(FUNCTIONS[name], planner=DataParallel(), devices=jax.devices()[:2])
@@ -282,7 +281,7 @@ def test_a_plan_with_state_on_the_host_is_the_same_read_again(tmp_path: Path) ->
 
     arguments, file = ((params,) * 3, jax.ShapeDtypeStruct((256, 512), jnp.float32)), tmp_path / "plan.json"
     options: dict[str, Any] = {"cluster": "8:a100-80g", "donate_argnums": 0}
-    planner = autopar.Auto(memory_limit="9 MiB")
+    planner = autopar.Auto(memory_limit="9 MiB", max_axes=1)
     plan = autopar.parallelize(step, planner=planner, **options).plan(*arguments)
     assert 2 < len(plan.offloaded) < 8
     left = 9 * 2**20 / (1 + memory.margin_of(plan.cluster.group().device)) - plan.peak_nbytes

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from tests.sample import half
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
 
@@ -82,22 +83,24 @@ def error(network: Callable[[Any, jax.Array], jax.Array], planner: str, dtype: s
     return compiled.plan.peak_nbytes / (measured + analysis.temp_size_in_bytes) - 1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("planner", "count"), [("dp", None), ("dp", 2), ("megatron", None), ("auto", None)])
-def test_a_convolution_is_laid_out_for_the_library(planner: str, count: int | None, dtype: str):
+DTYPES = ("float32", "bfloat16")
+WAYS = (("dp", None), ("dp", 2), ("megatron", None), ("auto", None))
+"""Planners with numbers of microbatches."""
+
+
+@pytest.mark.parametrize(("way", "dtype"), half(WAYS, DTYPES))
+def test_a_convolution_is_laid_out_for_the_library(way: tuple[str, int | None], dtype: str):
     """Whatever it computes in, and in the loop of microbatches as well: there the program does it, not XLA."""
+    planner, count = way
     assert error(strided, planner, dtype, count) == pytest.approx(0, abs=0.005)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("planner", ["dp", "auto"])
+@pytest.mark.parametrize(("planner", "dtype"), half(("dp", "auto"), DTYPES))
 def test_a_transposed_convolution_is_held_as_elsewhere_in_the_loop_of_microbatches(planner: str, dtype: str):
     assert error(widened, planner, dtype, 2) == pytest.approx(0, abs=0.005)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("count", [None, 2])
-@pytest.mark.parametrize("network", [most, mean])
+@pytest.mark.parametrize(("network", "count", "dtype"), half((most, mean), (None, 2), DTYPES))
 def test_windows_are_reduced_as_xla_reduces_them(
     network: Callable[[Any, jax.Array], jax.Array], count: int | None, dtype: str
 ):
@@ -107,10 +110,9 @@ def test_windows_are_reduced_as_xla_reduces_them(
     assert error(network, "dp", dtype, count) == pytest.approx(0, abs=0.005)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("planner", "count"), [("dp", None), ("megatron", None), ("auto", None)])
-def test_a_small_image_is_held_with_the_zeros_around_it(planner: str, count: int | None, dtype: str):
-    assert error(of_small_images, planner, dtype, count) == pytest.approx(0, abs=0.005)
+@pytest.mark.parametrize(("planner", "dtype"), half(("dp", "megatron", "auto"), DTYPES))
+def test_a_small_image_is_held_with_the_zeros_around_it(planner: str, dtype: str):
+    assert error(of_small_images, planner, dtype, None) == pytest.approx(0, abs=0.005)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.01), ("bfloat16", 0.15)])

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks import compilers
 from benchmarks.compilers import RESULTS, TARGETS, arguments, clock_of, digest_of, load, program, rows, save
+from tests.sample import slow
 
 KEPT = load(RESULTS)
 
@@ -30,7 +31,7 @@ def test_every_kept_program_sends_what_was_planned() -> None:
         ("h100", "gpt", "dp"),
         ("h100", "gpt-large", "megatron"),
         ("h100", "llama-large", "zero3"),
-        ("h100", "gpt-350m", "auto"),
+        slow("h100", "gpt-350m", "auto"),
         ("v5e:2x4", "dlrm", "dp"),
         ("v5p:2x2x2", "gpt", "zero3"),
         ("v5p:2x2x2", "moe", "dp"),

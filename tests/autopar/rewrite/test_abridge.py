@@ -306,6 +306,7 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
     assert len(found.stages) > 1
 
 
+@pytest.mark.slow
 def test_no_mesh_is_taken_that_is_too_slow():
     traced = language_model(gpt)
     search = searching(traced, {4: sample(gpt)}, 4)

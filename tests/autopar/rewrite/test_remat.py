@@ -23,7 +23,7 @@ from passes.memory import PERSISTENT
 from passes.rules import rule_of
 from passes.transforms import KEPT, layers, loops, recompute
 from tests.autopar.rewrite.test_microbatch import assert_close
-from tests.sample import slow
+from tests.sample import half, slow
 
 WIDTH, ROWS, DEPTH = 64, 512, 4
 
@@ -232,8 +232,7 @@ def _through_a_gradient(loss: Any, params: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("step", [_sharpness_aware, _through_a_gradient])
-@pytest.mark.parametrize("kept", ["inputs", "matmuls"])
-@pytest.mark.parametrize("planner", [autopar.Auto(), autopar.DataParallel()])
+@pytest.mark.parametrize(("kept", "planner"), half(("inputs", "matmuls"), (autopar.Auto(), autopar.DataParallel())))
 def test_steps_of_several_passes_recompute_each_where_it_is_read(step: Any, kept: Any, planner: Any):
     def loss(params: Any, batch: jax.Array) -> jax.Array:
         for weights in params:

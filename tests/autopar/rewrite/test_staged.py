@@ -219,7 +219,7 @@ def test_stages_that_need_too_much_are_planned_again_within_less(monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [1.2e8, 1.4e8])
+@pytest.mark.parametrize("limit", [1.1e8, 1.2e8])
 def test_drafts_that_are_not_expected_to_fit_would_not_be_better(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     case, left_out = SLOW_CASES["residual"], list[int]()
     expected_to_fit = DraftSearch._expected_to_fit

@@ -13,6 +13,7 @@ from autopar.tools import whole_steps
 from autopar.tools.device_sweep import single_plan
 from autopar.tools.whole_steps import ConvolutionalNet, Transformer, WholeStep
 from passes.cluster import Mesh, parse_cluster, what_if
+from tests.sample import slow
 
 SEVERAL = (Transformer(hidden=16, sequence=8, head=8), Transformer(hidden=32, sequence=16, head=8))
 
@@ -65,7 +66,7 @@ ORDER = {"strided_bytes_per_second": 1e9, "product_seconds": 1e-6, "pixel_second
 """What the order of operands costs."""
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.7, 0.5])
+@pytest.mark.parametrize("factor", [slow(1.0), 1.7, slow(0.5)])
 def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPatch, factor: float):
     plain = parse_cluster("2:cpu")
     group = plain.group()
