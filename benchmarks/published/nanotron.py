@@ -228,11 +228,12 @@ def _needs_no_less(other: Fields, fields: Fields) -> bool:
     """Whether a device of another configuration needs no less memory than one of this, of as many stages and of the
     same ZeRO: each has no less of the layers, of microbatches on their way, and of their sequences.
     """
-    alike = all(other[name] == fields[name] for name in ("model", "seq_len", "pp", "zero_stage"))
+    if any(other[name] != fields[name] for name in ("model", "seq_len", "pp", "zero_stage")):
+        return False
     cuts = ("tp", "dp") if whole(fields, "zero_stage") else ("tp",)
     is_filled = whole(other, "grad_accum") >= min(whole(fields, "grad_accum"), whole(fields, "pp"))
     is_no_finer = all(whole(other, name) <= whole(fields, name) for name in cuts)
-    return alike and is_filled and is_no_finer and whole(other, "microbatch_seqs") >= whole(fields, "microbatch_seqs")
+    return is_filled and is_no_finer and whole(other, "microbatch_seqs") >= whole(fields, "microbatch_seqs")
 
 
 def _ran_out(fields: Fields, ran: Sequence[Fields]) -> bool | None:

@@ -354,9 +354,8 @@ def test_deep_models_have_more_layers():
 def test_stages_that_do_not_fit_are_chosen_again():
     traced = language_model(gpt)
     free = free_plan()
-    limit = 0.9 * free.peak_nbytes
-    kept = searching(traced, {4: sample(gpt)}, 4, limit).run()
-    assert kept.peak_nbytes <= limit
+    kept = searching(traced, {4: sample(gpt)}, 4, 0.9 * free.peak_nbytes).run()
+    assert kept.peak_nbytes <= 0.9 * free.peak_nbytes
     assert kept.step_seconds >= free.step_seconds
 
 
