@@ -212,7 +212,8 @@ class ParallelFunction(Generic[Params, Result]):
 
         Each device makes its own shards: the state never exists whole, on any device or host. It is planned for
         with the function's `others` (a batch, say, or its types), which may be left out where the function has been
-        planned or called with such a state before. Raises ArgumentError where it has not.
+        planned or called with such a state before. Raises ArgumentError where it has not, and DeviceError on devices
+        that are described to be compiled for.
         """
         state = jax.eval_shape(init_fn, *args)
         known = self.compilations.about(state)

@@ -3,7 +3,7 @@
 from autopar.distributed.agreement import Processes, among, digest_of
 from autopar.distributed.connections import LARGE_NBYTES, Connections
 from autopar.distributed.initialization import made
-from autopar.distributed.pieces import nowhere, placed
+from autopar.distributed.pieces import check_here, nowhere, placed
 from autopar.distributed.startup import LOST_SECONDS, initialize
 from autopar.distributed.streams import Memory
 from autopar.distributed.watch import LOST
@@ -16,6 +16,7 @@ __all__ = [
     "Memory",
     "Processes",
     "among",
+    "check_here",
     "digest_of",
     "initialize",
     "made",

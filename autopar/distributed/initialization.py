@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from autopar import jax_compat
-from autopar.distributed.pieces import nowhere, placed
+from autopar.distributed.pieces import check_here, nowhere, placed
 from autopar.jax_compat import Device
 
 
@@ -18,7 +18,7 @@ def made(init_fn: Callable[..., Any], args: tuple[Any, ...], shardings: Sequence
     """The pytree `init_fn(*args)` with its leaves in these shardings.
 
     Each group of leaves on the same devices is made by a program of its own on these; of several processes, by those
-    that have any of them.
+    that have any of them. Raises DeviceError where devices are described to be compiled for.
     """
     struct = jax.eval_shape(init_fn, *args)
     types, tree = jax.tree.flatten(struct)
@@ -29,6 +29,7 @@ def made(init_fn: Callable[..., Any], args: tuple[Any, ...], shardings: Sequence
     with jax_compat.no_mesh():
         for devices, indices in groups.items():
             targets = tuple(shardings[i] for i in indices)
+            check_here(targets[0])
             if targets[0].addressable_devices:
                 arrays = _program(init_fn, indices, targets)(*_everywhere(args, devices))
             else:

@@ -8,9 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from autopar import jax_compat
+from autopar.errors import not_here
+
 
 def placed(leaf: Any, sharding: Sharding) -> jax.Array:
-    """The array that this process holds whole, on its devices of a sharding that may have others."""
+    """The array that this process holds whole, on its devices of a sharding that may have others.
+
+    Raises DeviceError where they are described to be compiled for.
+    """
+    check_here(sharding)
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if not sharding.addressable_devices:
@@ -20,6 +27,13 @@ def placed(leaf: Any, sharding: Sharding) -> jax.Array:
     indices = sharding.addressable_devices_indices_map(array.shape)
     pieces = [jax.device_put(_cut(array, index), device) for device, index in indices.items()]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
+
+
+def check_here(sharding: Sharding) -> None:
+    """Raises DeviceError where devices are described to be compiled for: JAX may end the process that uses them."""
+    device = next(iter(sharding.device_set))
+    if jax_compat.is_described(device):
+        raise not_here(device)
 
 
 def nowhere(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:

@@ -12,8 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar import jax_compat
-from autopar.distributed import Processes, nowhere, placed
-from autopar.errors import not_here
+from autopar.distributed import Processes, check_here, nowhere, placed
 from autopar.jax_compat import PyTreeDef
 from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.cross_process import takes_part, transport_of
@@ -274,8 +273,7 @@ def load(
     Raises DisagreementError where it differs, and DeviceError where devices are described to be compiled for.
     """
     for segment in program.segments:
-        if jax_compat.is_described(device := next(iter(segment.out_shardings[0].device_set))):
-            raise not_here(device)
+        check_here(segment.out_shardings[0])
     executables = _executables(program, executables, processes)
     return Pipeline(
         program=program,

@@ -58,7 +58,8 @@ def topology(cluster: str | os.PathLike[str] | Cluster) -> tuple[Device, ...]:
     """The devices of a cluster that need not be here, to compile for: `parallelize(step, cluster=c,
     devices=topology(c))`.
 
-    Nothing runs on them. Raises DeviceError where the accelerator's compiler is not installed, or has no such devices.
+    Nothing runs on them. Raises DeviceError where the accelerator's compiler is not installed, has no such devices, or
+    was not loaded: set JAX_PLATFORMS=cpu on a machine without accelerators.
     """
     described = cluster if isinstance(cluster, Cluster) else parse_cluster(cluster)
     kinds = {group.device.name for group in described.groups}
@@ -73,6 +74,10 @@ def topology(cluster: str | os.PathLike[str] | Cluster) -> tuple[Device, ...]:
         raise _unknown(described, rule, f"pip install 'autopar[{extra}]'; it runs on the CPU, with no accelerator")
     try:
         return _gpus(described, kind) if platform == "gpu" else _tpus(described, kind)
+    except NotImplementedError as error:  # a RuntimeError, too
+        rule = f"JAX started without XLA's {platform.upper()} compiler, as it found no such accelerator"
+        remedy = "set JAX_PLATFORMS=cpu, or jax.config.update('jax_platforms', 'cpu'), before JAX is first used"
+        raise _unknown(described, rule, remedy) from error
     except (RuntimeError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise _unknown(described, f"{packages} has no such devices: {reason}", "compile for another size") from error

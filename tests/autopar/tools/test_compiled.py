@@ -167,9 +167,21 @@ def test_a_call_on_devices_that_are_not_here_is_an_error(planner: Any):
     devices = autopar.topology("2:h100")
     parallel = autopar.parallelize(step, cluster="2:h100", devices=devices, planner=planner)
     given = jnp.ones((8, 8)), jnp.ones((4, 8))
-    for called in (parallel, parallel.lower(*given).compile()):
+    compiled = parallel.lower(*given).compile()
+
+    def trained_on_batches() -> None:
+        batches = parallel.batches([given[1]] * 2)
+        assert [next(batches), next(batches)]
+
+    for called in (
+        lambda: parallel(*given),
+        lambda: compiled(*given),
+        lambda: parallel.init(lambda: jnp.ones((8, 8))),
+        lambda: parallel.init(lambda key: jax.random.normal(key, (8, 8)), jax.random.key(0)),
+        trained_on_batches,
+    ):
         with pytest.raises(autopar.DeviceError, match="it is described, and nothing runs there"):
-            called(*given)
+            called()
 
 
 def test_every_known_device_but_the_cpu_has_a_compiler():
@@ -182,6 +194,18 @@ def test_a_compiler_that_is_not_installed_is_named(cluster: str, packages: str, 
     monkeypatch.setattr(topologies, "_is_installed", lambda module: False)
     with pytest.raises(autopar.DeviceError, match=rf"(?s){packages}.*pip install 'autopar\[.*-compiler\]'"):
         autopar.topology(cluster)
+
+
+def test_a_compiler_that_jax_did_not_load_is_no_matter_of_sizes(monkeypatch: pytest.MonkeyPatch):
+    """Where no platform is named and no driver is there, JAX goes on without a plugin that is installed."""
+
+    def not_loaded(**_: object) -> None:
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "_is_installed", lambda module: True)
+    monkeypatch.setattr(topologies.topologies, "get_topology_desc", not_loaded)
+    with pytest.raises(autopar.DeviceError, match=r"(?s)started without XLA's GPU compiler.*set JAX_PLATFORMS=cpu"):
+        autopar.topology("8:h100")
 
 
 def test_devices_that_no_compiler_knows_are_refused():
