@@ -97,8 +97,12 @@ class Writer:
         return self.draw(st.booleans())
 
     def value(self, *, dtype: str = "", rank: int = 0, exact: bool = False) -> Value:
-        """A value of the pool, late ones first; Skip where none has the dtype, the rank and whole numbers."""
-        found = [v for v in self.pool if v.dtype == (dtype or v.dtype) and v.rank >= rank and (v.exact or not exact)]
+        """A value of the pool, late ones first; Skip where none has the dtype, the rank and whole numbers.
+
+        What has no elements, as a negative padding may leave it, is not read: maxima and elements of it are errors.
+        """
+        full = [v for v in self.pool if math.prod(v.shape)]
+        found = [v for v in full if v.dtype == (dtype or v.dtype) and v.rank >= rank and (v.exact or not exact)]
         if not found:
             raise Skip
         return self.draw(st.sampled_from(found[::-1]))
