@@ -41,11 +41,6 @@ class Limits:
     searched: float
     by_hand: float
 
-    @classmethod
-    def of_any(cls, nbytes: float) -> Limits:
-        """One limit for all stages."""
-        return cls(searched=nbytes, by_hand=nbytes)
-
     def of(self, shape: Shape, table: StageCostTable) -> float:
         """The limit of a shape: it is by hand if its stages are even and on equal submeshes."""
         even = table.step.cuts(next(iter(table.step.samples))).even

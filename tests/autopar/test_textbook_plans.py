@@ -25,7 +25,6 @@ from benchmarks.trainings import MODELS, QUICK, Model, make_state, make_step
 from passes.intra_op import build_problem, computing
 from passes.ir import TensorType
 from passes.planners.manual import most_parts, zero_sizes
-from tests.sample import slow
 
 METRICS_NBYTES = 64
 """What a loss, its parts and a count of tokens take."""
@@ -198,9 +197,10 @@ LARGE = {"sequence_length": 1024, "hidden": 2048, "heads": 16, "layers": 4}
 
 @pytest.mark.parametrize(
     ("microbatches", "recomputing"),
-    [(1, "plain"), slow(4, "jax.checkpoint"), slow(1, "jax.checkpoint"), slow(4, "plain")],
+    [(1, "plain"), (4, "jax.checkpoint"), (1, "jax.checkpoint"), (4, "plain")],
 )
-@pytest.mark.parametrize("cluster", [slow("8:a100-80g"), slow("8:tpu-v5p")])
+@pytest.mark.parametrize("cluster", ["8:a100-80g", "8:tpu-v5p"])
+@pytest.mark.slow
 def test_a_loop_over_layers_costs_what_they_cost_written_out(microbatches: int, recomputing: str, cluster: str):
     """Without the copies of slices, that is: of all that is kept they are up to a quarter of a step."""
     options = {"microbatches": microbatches} if microbatches > 1 else {}

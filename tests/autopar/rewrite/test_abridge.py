@@ -112,7 +112,7 @@ def searching(traced, samples, layers, limit=1e15):
         samples=dict(samples),
         layers=layers,
         schedules=tuple(SCHEDULES),
-        limits=Limits.of_any(limit),
+        limits=Limits(searched=limit, by_hand=limit),
         solver=SolverOptions(),
         meshes=lambda n: layouts(CLUSTER, n, 2),
     )

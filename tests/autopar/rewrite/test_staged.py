@@ -157,7 +157,7 @@ def searched(loss: Callable[..., Any], args: Any, devices: str, limit: float = 1
         samples=samples,
         layers=layers_of(samples, 8, 8),
         schedules=tuple(SCHEDULES),
-        limits=Limits.of_any(limit),
+        limits=Limits(searched=limit, by_hand=limit),
         solver=SolverOptions(),
         meshes=lambda n: layouts(cluster, n, 2),
     )
@@ -208,7 +208,7 @@ def test_stages_that_need_too_much_are_planned_again_within_less(monkeypatch: py
     monkeypatch.setattr(StagePlans, "plan", noted)
     fastest = search.run()
     assert fastest is not None
-    search.plans.limits = Limits.of_any(0.95 * fastest.peak_nbytes)
+    search.plans.limits = Limits(searched=0.95 * fastest.peak_nbytes, by_hand=0.95 * fastest.peak_nbytes)
     within, over = [
         plan_of(search.plans, drafts[0])
         for tightened in (2, 0)
