@@ -26,7 +26,7 @@ from autopar.frontend import (
     trace,
     types_of,
 )
-from autopar.jax_compat import Device, configuration, is_manual, is_traced
+from autopar.jax_compat import Device, configuration, is_described, is_manual, is_traced
 from autopar.module_stages import OfModules
 from autopar.options import Settings
 from autopar.phases import Phase, phase, unsaid
@@ -247,7 +247,8 @@ def _cluster(settings: Settings, devices: Callable[[], Sequence[Device]], proces
     """The cluster to plan for: that of the settings, or else of these devices and of their processes' hosts."""
     cluster = settings.cluster
     if cluster is None:
-        cluster = local_cluster(devices(), processes and {rank: processes.host(rank) for rank in processes.ranks})
+        there, hosts = devices(), processes and {rank: processes.host(rank) for rank in processes.ranks}
+        cluster = local_cluster(there, hosts, are_here=not any(map(is_described, there)))
     return settings.calibration.applied(cluster) if settings.calibration else cluster
 
 

@@ -118,12 +118,15 @@ class LocalDevice(Protocol):
     def process_index(self) -> int: ...
 
 
-def local_cluster(devices: Sequence[LocalDevice], hosts: Mapping[int, str] | None = None) -> Cluster:
+def local_cluster(
+    devices: Sequence[LocalDevice], hosts: Mapping[int, str] | None = None, *, are_here: bool = True
+) -> Cluster:
     """The cluster of these devices, as `jax.devices()` lists them.
 
     `hosts` names the host of each process, where several may share one; without it each process is a host.
     Virtual CPU devices share their machine, so each gets its part of the cores and the memory; on one process, memory
-    is what the devices report. Raises ClusterError for no devices, several kinds, an unknown kind or uneven hosts.
+    is what the devices report, if they `are_here` and not only compiled for. Raises ClusterError for no devices,
+    several kinds, an unknown kind or uneven hosts.
     """
     kinds = tuple(dict.fromkeys(device.device_kind for device in devices))
     remedy = "pass cluster=, with a description such as '8:h100', a Cluster or a JSON file"
@@ -142,7 +145,7 @@ def local_cluster(devices: Sequence[LocalDevice], hosts: Mapping[int, str] | Non
     spec = _spec_of_kind(kinds[0], remedy)
     if spec.device.name == CPU:
         spec = replace(spec, device=virtual_cpu(os.cpu_count() or 1, _machine_nbytes(), counts[0]))
-    elif len(set(processes)) == 1:
+    elif are_here and len(set(processes)) == 1:
         reported = [nbytes for device in devices if (nbytes := _reported_nbytes(device))]
         memory_nbytes = min(reported, default=spec.device.memory_nbytes)
         spec = replace(spec, device=replace(spec.device, memory_nbytes=memory_nbytes))

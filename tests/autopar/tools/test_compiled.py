@@ -157,6 +157,16 @@ def test_every_gpu_has_devices_under_its_own_name(kind: str):
 
 
 @needs_gpu_compiler
+@pytest.mark.parametrize("cluster", [*(f"2x2:{kind}" for kind in GPU_TARGETS), "4:h100"])
+def test_devices_that_are_not_here_are_planned_for_without_their_cluster(cluster: str):
+    """Their allocators were asked for memory, which JAX refuses."""
+    step = autopar.parallelize(jnp.sum, devices=autopar.topology(cluster), planner=autopar.DataParallel())
+    there = step.plan(jnp.ones(8)).cluster
+    (group,), (described,) = there.groups, parse_cluster(cluster).groups
+    assert (group.hosts, there.n_devices, group.device) == (described.hosts, 4, described.device)
+
+
+@needs_gpu_compiler
 @pytest.mark.parametrize("planner", [None, autopar.Pipeline(stages=2, microbatches=2)])
 def test_a_call_on_devices_that_are_not_here_is_an_error(planner: Any):
     """JAX ended the process (SIGSEGV) where an array was to be moved there."""
