@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
@@ -68,15 +69,43 @@ def fit(
     """A cheap answer that keeps the limit, starting from one without a limit; `tightened` says how near it is.
 
     Budgets are stated from the first at the places `seen` to be busiest on other meshes, with as much more as rows
-    there count more than there is; places found here are added.
+    there count more than there is; places found here are added. Where that first answer keeps the limit with state
+    offloaded, nothing dearer is looked for.
 
     Raises OverBudgetError where the program proves that there is none, or comes no nearer; InfeasibleRowError where
     that takes no solver to see; NotCheaperError where none takes less than `cutoff` seconds.
     """
-    options, limit = replace(options, gap=max(options.gap, LOOSE)), memory.limit
-    stated = answer = first
+    options = replace(options, gap=max(options.gap, LOOSE))
+    known = memory.settled(first)
+    if known.objective >= cutoff or memory.peak(known.choice).nbytes > memory.limit:
+        return _by_rows(program, first, memory, options, seen, cutoff)
+    try:
+        fitted = _by_rows(program, first, memory, options, seen, known.objective)
+        if fitted.answer.objective < known.objective:
+            return fitted
+    except (NotCheaperError, OverBudgetError):
+        pass
+    problem = replace(program, budgets=tuple(_rows(memory, seen).values()))
+    return Fitted(problem=problem, answer=known, nbytes=memory.peak(known.choice).nbytes)
+
+
+def _rows(memory: MeshMemory, seen: Mapping[NodePath, float]) -> dict[NodePath, Budget]:
+    """The budgets at the places seen, with as much more than the limit as rows there count more than there is."""
+    return {at: replace(memory.row(at), limit=excess * memory.limit) for at, excess in seen.items()}
+
+
+def _by_rows(
+    program: ShardingProblem,
+    first: Answer,
+    memory: MeshMemory,
+    options: SolverOptions,
+    seen: dict[NodePath, float],
+    cutoff: float,
+) -> Fitted:
+    """A cheap answer that keeps the limit, by a budget at each place where one does not."""
+    stated, answer, limit = first, first, memory.limit
     lowest, stalled = float("inf"), 0
-    rows = {at: replace(memory.row(at), limit=excess * limit) for at, excess in seen.items()}
+    rows = _rows(memory, seen)
     problem = replace(program, budgets=tuple(rows.values()))
     if is_infeasible(problem):
         raise InfeasibleRowError("no combination of strategies keeps the memory limit")
