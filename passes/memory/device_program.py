@@ -14,6 +14,7 @@ from passes.memory.collectives import stepped
 from passes.memory.dtype_widening import round_to, to_xla_widened
 from passes.memory.lowering_rules import BARRIER, joined_by_copies, to_xla
 from passes.memory.operations import Operation, Operations, Shape, widen
+from passes.memory.products import as_they_lie
 from passes.placement import Layout, Pack, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, Step, replicated
@@ -134,9 +135,9 @@ def lower(
     outputs = [lowering.written(o) for o in outputs]
     for position in interface.stacked:
         outputs[position] = lowering.operations.add("update", (outputs[position],), (0,), "bool", ("stack", position))
-    operations, moved = lowering.operations.every, list[int]()
+    operations, moved = as_they_lie(lowering.operations.every, lowering.operations.lying, ()), list[int]()
     if interface.repeated:
-        operations, moved = _hoisted(operations, {lowering.entered[position] for position in interface.fixed}, outputs)
+        operations, moved = _hoisted(lowering.operations, {lowering.entered[p] for p in interface.fixed}, outputs)
     operations, place = context.combine(operations, outputs)
     entered = [place[o] for o in lowering.entered]
     return DeviceProgram(
@@ -148,9 +149,7 @@ def lower(
     )
 
 
-def _hoisted(
-    operations: list[Operation], same: set[int], outputs: Collection[int]
-) -> tuple[list[Operation], list[int]]:
+def _hoisted(lowered: Operations, same: set[int], outputs: Collection[int]) -> tuple[list[Operation], list[int]]:
     """The operations of a loop with those that are the `same` in every iteration as inputs, and those inputs' numbers.
 
     What is left in place reads what was moved out, as a transposed view of a gathered weight does. Where a transpose
@@ -158,7 +157,7 @@ def _hoisted(
 
     Reference: XLA's WhileLoopInvariantCodeMotion, which the CPU compiler runs without a limit on sizes.
     """
-    moved: set[int] = set()
+    moved, operations = set[int](), lowered.every
     for index, operation in enumerate(operations):
         if operation.kind not in FIXTURES and same.issuperset(operation.operands):
             same.add(index)
@@ -166,6 +165,7 @@ def _hoisted(
             is_widened = operation.kind == "transpose" and operations[operation.operands[0]].is_conversion
             if is_widened or not is_view:
                 moved.add(index)
+    operations = as_they_lie(operations, lowered.lying, moved)
     replaced, read, remaining = list(operations), set(outputs), set[int]()
     for index in reversed(range(len(operations))):
         if index in moved and index in read:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import cast
 
 from passes.ir import Node, TensorType, item_nbytes
-from passes.memory.operations import Kind, Operations, Shape, is_number
+from passes.memory.operations import TRANSPOSED, Kind, Operations, Shape, is_number
 from passes.memory.products import contraction, convolution
 from passes.memory.windows import selected, windowed
 
@@ -177,7 +177,7 @@ def _transposed(
     """The operation of a transpose; a product is transposed by swapping its sides."""
     order, operand = cast("tuple[int, ...]", node.params["permutation"]), operations[operands[0]]
     if operand.kind == "dot" and order == (1, 0):
-        return [operations.add("bitcast", operands, results[0].shape, operand.dtype, "transposed")]
+        return [operations.add("bitcast", operands, results[0].shape, operand.dtype, TRANSPOSED)]
     return [operations.transpose(operands[0], order)]
 
 

@@ -53,6 +53,9 @@ NEUTRAL: Mapping[str, float] = MappingProxyType(
 BY_COLUMNS = (((0,), (0,)), ((), ()))
 """The dimension numbers of a product of columns with columns."""
 
+TRANSPOSED = "transposed"
+"""The tag of a product with its sides swapped, which is it transposed: another name for it."""
+
 COMMUTATIVE = frozenset({"add", "multiply", "maximum", "minimum"})
 
 UNIFORM = frozenset({"literal", "broadcast"})
@@ -118,7 +121,8 @@ class Operations:
 
     Those that are fused (`TensorType.fused`) take no memory. Arithmetic on the dtypes `widened` is done in wider ones.
     What they make in the middle of a primitive is `rounded_to` a dtype, if that is narrower than the one computed in.
-    With `frames_images`, those smaller than the kernel of a convolution get zeros around them first.
+    With `frames_images`, those smaller than the kernel of a convolution get zeros around them first. `lying` are the
+    operands, by product and side, that a product may read in place of the transposed ones that it has.
     """
 
     def __init__(self, widened: Mapping[str, str] = MappingProxyType({}), *, frames_images: bool = False) -> None:
@@ -130,6 +134,7 @@ class Operations:
         self.numbers: dict[int, object] = {}
         self.before_rounding: dict[int, int] = {}
         self.rounded: set[int] = set()
+        self.lying: dict[tuple[int, int], int] = {}
         self.at = self.value = -1
         self.is_fused = False
         self.rounded_to = ""
@@ -240,6 +245,8 @@ class Operations:
         moved = [d for d in permutation if source.shape[d] > 1]
         if moved == sorted(moved):
             return self.reshape(operation, after)
+        if source.kind == "bitcast" and source.tag == TRANSPOSED and tuple(permutation) == (1, 0):
+            return source.operands[0]
         if source.kind == "dot" and source.tag == BY_COLUMNS:
             return self.add("dot", source.operands[::-1], after, source.dtype, BY_COLUMNS)
         if source.is_conversion and self._is_written_either_way(source.operands[0]):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, cast
 
 from passes.ir import Node, TensorType
-from passes.memory.operations import Operations, Shape, widen
+from passes.memory.operations import Operation, Operations, Shape, widen
 from passes.rules import small_image_taps
 
 
@@ -27,7 +27,8 @@ def contraction(
     """The operations of a `dot_general`: sides of several free or contracted dimensions are brought into one order.
 
     It is (batch, free, contracted) on the left and (batch, contracted, free) on the right, one dimension of each sort.
-    Where the device computes in a wider dtype, a side is widened after that: then no transpose is folded.
+    Where the device computes in a wider dtype, a side is widened after that, and transposes that only swap rows and
+    columns are left for `as_they_lie`.
     """
     numbers = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", node.params["dimension_numbers"])
     type, narrow = results[0], operands
@@ -37,8 +38,8 @@ def contraction(
     operands, numbers = _folded(operations, operands, numbers)
     product = _product(operations[operands[0]].shape, operations[operands[1]].shape, numbers)
     if product is None:
-        return [operations.add("dot", operands, type.shape, type.dtype, numbers)]
-    reads: list[int] = []
+        return [_dot(operations, operands, type.shape, type.dtype, numbers, narrow, (None, None))]
+    reads = list[int]()
     for operand, before, order, matrix, by_columns in zip(
         operands, narrow, product.orders, product.read, product.by_columns, strict=True
     ):
@@ -47,8 +48,58 @@ def contraction(
         if operations[arranged].kind == "transpose" and by_columns and not is_widened:
             arranged = operand  # read by columns as well as by rows
         reads.append(widen(operations, operations.reshape(arranged, matrix)))
-    product_operation = operations.add("dot", reads, product.made, type.dtype, ("merged", numbers))
-    return [operations.reshape(product_operation, type.shape)]
+    dot = _dot(operations, reads, product.made, type.dtype, ("merged", numbers), narrow, product.orders)
+    return [operations.reshape(dot, type.shape)]
+
+
+def _dot(
+    operations: Operations,
+    reads: Sequence[int],
+    shape: Shape,
+    dtype: str,
+    tag: object,
+    narrow: Sequence[int],
+    orders: Sequence[Shape | None],
+) -> int:
+    """The operation of a product, whose sides were `narrow` before they were arranged in these orders and widened."""
+    lying = [_lying(operations, *side) for side in zip(reads, narrow, orders, strict=True)]
+    dot = operations.add("dot", reads, shape, dtype, tag)
+    for side, operation in enumerate(lying):
+        if operation is not None:
+            operations.lying.setdefault((dot, side), operation)
+    return dot
+
+
+def _lying(operations: Operations, read: int, narrow: int, order: Shape | None) -> int | None:
+    """The array, widened, of which a side of a product only has rows and columns swapped; None where more is done."""
+    if not operations.widened:  # products of an accelerator are laid out later
+        return None
+    arranged = operations[read].operands[0] if widen(operations, narrow) != narrow else read
+    if operations[arranged].kind != "transpose":
+        return None
+    if arranged == narrow:  # the program has transposed it
+        order, (narrow,) = cast("Shape", operations[arranged].tag), operations[arranged].operands
+        if _is_laid_out(operations, narrow):
+            return None
+    is_swapped = order is not None and _swaps(order)
+    if not is_swapped or 1 in operations[narrow].shape[:-2]:  # XLA takes such a dimension off after the transpose
+        return None
+    return widen(operations, narrow)
+
+
+def as_they_lie(
+    operations: Sequence[Operation], lying: Mapping[tuple[int, int], int], moved: Container[int]
+) -> list[Operation]:
+    """The operations with each side of a product as it lies where that may be; what was `moved` out of a loop, is not.
+
+    Reference: XLA's TransposeFolding, which the CPU compiler runs after it has moved out of loops what does not change.
+    """
+    changed = list(operations)
+    for (dot, side), operation in lying.items():
+        read = changed[dot].operands
+        if read[side] not in moved:
+            changed[dot] = changed[dot].reading((*read[:side], operation, *read[side + 1 :]))
+    return changed
 
 
 def convolution(
@@ -129,14 +180,24 @@ def _folded(
         leads = len(order) - 2
         if not order or _is_laid_out(operations, described.operands[0]):
             continue
-        if leads >= 0 and order == (*range(leads), leads + 1, leads) and tuple(batch) == tuple(range(leads)):
+        if _swaps(order) and tuple(batch) == tuple(range(leads)):
             read[side] = described.operands[0]
             contracted[side] = tuple(order[d] for d in contracted[side])
     return read, ((contracted[0], contracted[1]), numbers[1])
 
 
+def _swaps(order: Shape) -> bool:
+    """Whether an order swaps the last two dimensions and no others."""
+    leads = len(order) - 2
+    return leads >= 0 and order == (*range(leads), leads + 1, leads)
+
+
 def _is_laid_out(operations: Operations, operation: int) -> bool:
-    """Whether an operation is a collective along another dimension than the first, now brought to the front."""
+    """Whether an operation is a collective along another dimension than the first, now brought to the front, as it was
+    made or rounded.
+    """
+    while operations[operation].is_conversion:
+        (operation,) = operations[operation].operands
     described = operations[operation]
     return described.kind == "collective" and max(cast("tuple[int, ...]", described.tag)[3:5]) > 0
 
