@@ -83,7 +83,7 @@ def fit(
         fitted = _by_rows(program, first, memory, options, seen, known.objective)
         if fitted.answer.objective < known.objective:
             return fitted
-    except (NotCheaperError, OverBudgetError):
+    except OverBudgetError:  # nothing cheaper was found that keeps the limit, and this does
         pass
     problem = replace(program, budgets=tuple(_rows(memory, seen).values()))
     return Fitted(problem=problem, answer=known, nbytes=memory.peak(known.choice).nbytes)

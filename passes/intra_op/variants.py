@@ -38,9 +38,8 @@ residual blocks of 1024 took 1.04 times what a variant does that was 2 % behind,
 of them computed again 1.04 times what they take as written, which was 7 % behind."""
 
 _BY_OFFLOADING = 4.0
-"""How often the time without a limit the step as it is written may take, with state offloaded, for all other variants
-to be measured by it. Beyond that it waits until the end, and a bisection finds the microbatches that fit, which may be
-many. Nine residual layers within .95 of their memory begin at 2.6 and end at 2.1."""
+"""How often the time without a limit the step as it is written may take, with state offloaded, and be what others are
+measured by; beyond that a bisection finds what fits. Nine residual layers within .95 of their memory: 2.6, then 2.1."""
 
 _LOW_MEMORY = 4
 """The number of variants of least memory that are kept, to be planned for less of it where none fits."""
@@ -104,7 +103,7 @@ class VariantSearch:
         with self.context.ending_early():
             plan = self._run()
             return plan.ended(LATE) if self.context.deadline.was_met else plan
-        return self.context.kept(self.best).ended(INTERRUPTED)
+        return self.context.kept(self._fastest).ended(INTERRUPTED)
 
     def _run(self) -> Plan:
         refused: PlanningError | None = None
@@ -137,8 +136,7 @@ class VariantSearch:
             plan = search.left_out(self.limit)
             if plan and (self.best is None or plan.step_seconds < self.best.step_seconds):
                 self.best = plan.of_variant(variant)
-        known = [plan for plan in (self.best, self.by_offloading) if plan]
-        self.best = min(known, key=lambda plan: plan.step_seconds, default=None)
+        self.best = self._fastest
         if self.best is None:
             self.least_memory_plan = _least(self.low_memory)
             most = max(self.limit, self.allowed)
@@ -150,12 +148,13 @@ class VariantSearch:
         self.best = _mixed(self, self.best)
         others = [alternative for alternative in self.met if alternative.seconds != self.best.step_seconds]
         self._close()
-        return _with_proven(self.best, self.least_seconds).beside(others)
+        has_forms = self.offloads or self.step.layers > 0 or len(self.step.counts) > 1
+        return (_with_proven(self.best, self.least_seconds) if has_forms else self.best).beside(others)
 
     def _close(self) -> None:
         """Brings the plan nearer to the optimum, and those that are nearly as fast as long as there is time."""
         nearest = [each for each in self.fitted[:_CLOSED] if each[2] <= _NEARLY * self.fitted[0][2]]
-        as_written = [each for each in self.fitted if replace(each[0], offload=False) == self.first][:1]
+        as_written = [e for e in self.fitted if not e[0].kept and e[0].count == self.step.chosen.count][:1]
         nearest += [each for each in as_written if each not in nearest and each[2] <= _AS_WRITTEN * self.fitted[0][2]]
         for number, (variant, search, _) in enumerate(nearest):
             if number and self.context.deadline.is_over():
@@ -165,13 +164,15 @@ class VariantSearch:
                 self.best = plan.of_variant(variant)
 
     @property
-    def first(self) -> Variant:
-        """The step as it is written."""
-        return Variant(microbatches=self.step.chosen.count)
+    def _fastest(self) -> Plan | None:
+        """The fastest plan that fits so far, if any does, one that was put off as well."""
+        known = [plan for plan in (self.best, self.by_offloading) if plan]
+        return min(known, key=lambda plan: plan.step_seconds, default=None)
 
     def put_off(self) -> None:
-        """Keeps the plan by offloading for the end if it takes much more than without a limit."""
-        if self.best and self.best.step_seconds > _BY_OFFLOADING * self.least_seconds:
+        """Keeps the plan for the end if it takes much longer than without a limit; not where a deadline is set."""
+        is_slow = self.best is not None and self.best.step_seconds > _BY_OFFLOADING * self.least_seconds
+        if is_slow and self.context.deadline.seconds is None:
             self.by_offloading, self.best = self.best, None
 
     def goes_on(self) -> bool:
@@ -256,7 +257,7 @@ class VariantSearch:
 def _ordered(search: VariantSearch) -> Iterator[Variant]:
     """The variants in the order in which they are tried, as far as is allowed if one fits."""
     step = search.step
-    yield (first := search.first)
+    yield (first := Variant(microbatches=step.chosen.count))
     if search.offloads and search.wants_better:
         yield replace(first, offload=True)
         search.put_off()
@@ -382,10 +383,9 @@ def _mixed(search: VariantSearch, best: Plan) -> Plan:
 
 def _with_proven(plan: Plan, least: float) -> Plan:
     """The plan with no more proven than what holds in all variants: none takes less than `least`, without a limit."""
-    if (solution := plan.solution).bound <= least:
-        return plan
-    status = "near optimal" if solution.status == "optimal" else solution.status
-    return replace(plan, solution=replace(solution, bound=least, status=status))
+    solution = plan.solution
+    status = "near optimal" if solution.status == "optimal" and least < solution.bound else solution.status
+    return replace(plan, solution=replace(solution, bound=min(least, solution.bound), status=status))
 
 
 def _least(variants: Sequence[tuple[Variant, MeshSearch]]) -> Plan | None:

@@ -135,9 +135,10 @@ def lower(
     outputs = [lowering.written(o) for o in outputs]
     for position in interface.stacked:
         outputs[position] = lowering.operations.add("update", (outputs[position],), (0,), "bool", ("stack", position))
-    operations, moved = as_they_lie(lowering.operations.every, lowering.operations.lying, ()), list[int]()
     if interface.repeated:
         operations, moved = _hoisted(lowering.operations, {lowering.entered[p] for p in interface.fixed}, outputs)
+    else:
+        operations, moved = as_they_lie(lowering.operations.every, lowering.operations.lying, ()), []
     operations, place = context.combine(operations, outputs)
     entered = [place[o] for o in lowering.entered]
     return DeviceProgram(
