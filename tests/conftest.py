@@ -16,8 +16,10 @@ from autopar.checks import hlo
 
 EMITTERS = "xla_cpu_use_fusion_emitters"
 """False: loops as XLA's CPU compiler wrote them before 2025; the same passes over HLO, half the time of compiling."""
-HAS_EMITTERS_OPTION = jax.__version_info__ < (0, 11)
-"""Later XLA has no such option any more, and ends a process that asks for it by a flag."""
+SPLITS = "xla_cpu_parallel_codegen_split_count"
+"""1: machine code in one go and not in 32 pieces side by side, for which two busy cores need a fifth longer."""
+HAS_OPTIONS = jax.__version_info__ < (0, 11)
+"""Later XLA has not all of these options any more, and ends a process that asks for one by a flag."""
 TRACED_ALIKE = jax.__version_info__ < (0, 11)
 """Whether JAX traces functions to the operators of the golden texts: later, a tanh's derivative is one of them."""
 
@@ -37,8 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # These settings count only before JAX starts its backend, hence here and not in a fixture.
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_disable_most_optimizations", True)
-    if HAS_EMITTERS_OPTION:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{EMITTERS}=false".strip()
+    if HAS_OPTIONS:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{EMITTERS}=false --{SPLITS}=1".strip()
     asks_for_gpu = "gpu" in str(config.getoption("markexpr")).replace("not gpu", "")
     if not asks_for_gpu:
         jax.config.update("jax_platforms", "cpu")
@@ -84,7 +86,7 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     given = hlo.compiler_options
 
     def options(platform: str, user_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return ({EMITTERS: True} if HAS_EMITTERS_OPTION else {}) | given(platform, user_options)
+        return ({EMITTERS: True} if HAS_OPTIONS else {}) | given(platform, user_options)
 
     monkeypatch.setattr(hlo, "compiler_options", options)
     jax.config.update("jax_disable_most_optimizations", False)

@@ -18,6 +18,7 @@ from flax.training.train_state import TrainState
 
 import autopar
 from tests.autopar.trainings import BATCH, STEPS, Training, assert_equals_jit, batches, images
+from tests.sample import slow
 
 # flax.linen
 
@@ -257,8 +258,6 @@ def test_front_end_equals_jit(name: str):
     assert_equals_jit(FRONT_ENDS[name](), autopar.Auto())
 
 
-@pytest.mark.parametrize(
-    "name", ["linen train state", pytest.param("nnx graph in state", marks=pytest.mark.slow), "pure functions"]
-)
+@pytest.mark.parametrize("name", ["pure functions", slow("linen train state"), slow("nnx graph in state")])
 def test_front_end_equals_jit_with_the_batch_cut(name: str):
     assert_equals_jit(FRONT_ENDS[name](), autopar.DataParallel())

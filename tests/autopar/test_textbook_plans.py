@@ -60,9 +60,9 @@ def kinds(plan: Any, over: str = "data") -> set[str]:
 
 
 def with_recomputation(names: Any, ways: tuple[str, ...] = RECOMPUTING) -> list[Any]:
-    """Models as they are and recomputed in each way that they have; in every run half of it, of each model and way."""
+    """Models as they are and recomputed in each way that they have; a third of it in every run."""
     return [
-        pytest.param(name, recomputing, id=f"{name}-{recomputing}", marks=[pytest.mark.slow] * ((i + way) % 2))
+        pytest.param(name, recomputing, id=f"{name}-{recomputing}", marks=[pytest.mark.slow] * ((i + way) % 3 > 0))
         for i, name in enumerate(names)
         for way, recomputing in enumerate(ways)
         if recomputing != "jax.checkpoint" or hasattr(MODELS[name].least, "remat")

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from tests.conftest import EMITTERS, HAS_EMITTERS_OPTION
+from tests.conftest import EMITTERS, HAS_OPTIONS
 
 
 @pytest.fixture(scope="session")
 def quick_jit():
     # Neither optimised nor fused by the CPU's newer emitters, a program runs slower but compiles four times as fast.
     options = {"xla_backend_optimization_level": 0}
-    return partial(jax.jit, compiler_options=options | ({EMITTERS: False} if HAS_EMITTERS_OPTION else {}))
+    return partial(jax.jit, compiler_options=options | ({EMITTERS: False} if HAS_OPTIONS else {}))
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import autopar
+from tests.sample import half
 
 X = jnp.arange(64.0).reshape(8, 8) / 8
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
@@ -196,10 +197,12 @@ def assert_as_jit(fun: Any, *args: Any, **options: Any) -> Any:
     return step
 
 
-@pytest.mark.parametrize("planner", [autopar.Auto(), autopar.Megatron(data=2, tensor=4)], ids=["auto", "megatron"])
-@pytest.mark.parametrize("fun", FUNCTIONS)
-def test_callbacks_run_as_in_jit(fun: Any, planner: Any):
-    step = assert_as_jit(fun, X, planner=planner)
+PLANNERS = {"auto": autopar.Auto(), "megatron": autopar.Megatron(data=2, tensor=4)}
+
+
+@pytest.mark.parametrize(("fun", "planner"), half(FUNCTIONS, PLANNERS))
+def test_callbacks_run_as_in_jit(fun: Any, planner: str):
+    step = assert_as_jit(fun, X, planner=PLANNERS[planner])
     step.lower(X).verify().check()
 
 

@@ -77,7 +77,7 @@ LONG = frozenset(
 )
 """Cases for a slow run alone: they compile for seconds, and ones of the same rule and its neighbours stay."""
 
-EACH = 5
+EACH = 3
 """Cases of one primitive for every run, the first: gathers and scatters have many, of which a slow run has all."""
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

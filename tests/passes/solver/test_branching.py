@@ -15,6 +15,7 @@ from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.formulation import StrategyProgram
 from passes.solver.problem import Memory
 from tests.passes.solver import test_intra_op, test_sums
+from tests.sample import half
 
 EXACT = SolverOptions(tie_radius=None, gap=0.0)
 
@@ -91,8 +92,7 @@ def test_a_search_that_is_cut_short_claims_no_more_than_it_knows(
     assert answer.bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", POSSIBLE)
-@pytest.mark.parametrize("share", [0.5, 0.999, 1.001, 1.5])
+@pytest.mark.parametrize(("seed", "share"), half(POSSIBLE, (0.5, 0.999, 1.001, 1.5)))
 def test_with_a_cutoff_there_is_a_better_answer_or_it_is_said_that_there_is_none(seed: int, share: float) -> None:
     problem, best = problem_of(seed)
     if best == 0:

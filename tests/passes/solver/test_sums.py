@@ -17,6 +17,7 @@ from passes.solver.lower_bound import loose, priced, raised
 from passes.solver.sum_rows import add_sum
 from passes.solver.sums import spare
 from passes.solver.symmetry import merge_equal_nodes
+from tests.sample import half
 
 PLACES = ("a", "b", "c", "x+", "y+")
 """Three placements without partial axes, and two sums."""
@@ -113,8 +114,7 @@ def test_a_sum_is_reduced_once_and_goes_on_from_there():
     assert answer.bound <= 34
 
 
-@pytest.mark.parametrize("seed", range(50))
-@pytest.mark.parametrize("radius", [None, 2])
+@pytest.mark.parametrize(("seed", "radius"), half(range(50), (None, 2)))
 def test_no_bound_is_above_the_cheapest_answer(seed, radius):
     problem = random_problem(np.random.default_rng(seed))
     for choice in every(problem)[::7]:
@@ -211,8 +211,7 @@ def test_a_solver_of_pulp_claims_no_more(seed, solver):
     assert answer.objective >= best * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(25))
-@pytest.mark.parametrize("radius", [None, 2])
+@pytest.mark.parametrize(("seed", "radius"), half(range(25), (None, 2)))
 def test_no_bound_within_budgets_is_above_the_cheapest_answer(seed, radius):
     rng = np.random.default_rng(seed)
     problem = random_problem(rng)
