@@ -20,6 +20,7 @@ from jax.sharding import Sharding
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
 from autopar.frontend.by_row import GATHER, SCATTERS, Rows, Values, by_row, taken_whole
+from autopar.frontend.extremes import by_extreme
 from autopar.frontend.known_numbers import as_number, computed, number_of
 from autopar.frontend.placements import Placed, placement_of
 from autopar.frontend.primitives import (
@@ -205,7 +206,7 @@ class _Builder:
         if (solver := linear_solver(equation)) is not None:
             jaxpr, taken = solver
             return self.inline(*jax_compat.open_jaxpr(jaxpr), [inputs[i] for i in taken], site)
-        for simpler in (dimension_reduction, without_elements, tested_by_row, self.row_loops.of):
+        for simpler in (dimension_reduction, without_elements, by_extreme, tested_by_row, self.row_loops.of):
             if (jaxpr := simpler(equation)) is not None:
                 return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
         if simplified := self._of_known(equation, inputs, site):

@@ -92,6 +92,18 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     return (counts.astype(dtype),)
 
 
+@localizes("argmax", "argmin")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """The least position in this piece that has the element which is looked for; no number is equal to itself."""
+    (x, extreme), (axis,), dtype = operands, cut.params["axes"], np.dtype(cut.params["index_dtype"])
+    axes = cut.placement.operands[0].dims[axis]
+    if not axes:
+        return rebind(cut, operands)
+    is_there = (x == lax.expand_dims(extreme, (axis,))) | (x != x)
+    positions = lax.broadcasted_iota(dtype, x.shape, axis) + offset(cut, axes, x.shape[axis], dtype)
+    return (lax.reduce_min(jnp.where(is_there, positions, np.iinfo(dtype).max), (axis,)),)
+
+
 @localizes("gather")
 def _(cut: Cut, operands: Arrays) -> Arrays:
     """The gather of one device, which gives zeros for the indices of others along a selected dimension that is cut.
@@ -219,7 +231,7 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     cuts = zip(spec.dims[inner], local[inner], strict=True)
     begins = [offset(cut, axes, extent, np.uint32) for axes, extent in cuts]
     counts = positions(type.shape[inner], begins, local[inner])
-    words = jax_compat.key_data(keys)
+    words = jax.random.key_data(keys)
     each: list[Any] = [words[..., 0], words[..., 1], *counts]
     if keys.ndim:  # the words of one key stay two numbers, which take no memory
         each[:2] = (lax.expand_dims(half, range(keys.ndim, len(local))) for half in each[:2])

@@ -36,7 +36,18 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return replace(base, joins=tuple(kind if d in axes else "" for d in range(rank)))
 
 
-@rule("argmax", "argmin", "reduce_prod", "reduce_xor")
+@rule("argmax", "argmin")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """The position of the element that is the second operand; without one, a dimension is looked through whole."""
+    (axis,) = cast("tuple[int]", node.params["axes"])
+    kept_dims = [d for d in range(operands[0].rank) if d != axis]
+    labels = [d if d != axis or len(operands) == 2 else None for d in range(operands[0].rank)]
+    taken = list(zip(operands, (labels, kept_dims), strict=False))
+    base = build(taken, [(results[0], kept_dims)], reduce={axis: "min"}, flops=float(operands[0].size))
+    return replace(base, localized=len(operands) == 2)
+
+
+@rule("reduce_prod", "reduce_xor")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     axes = cast("tuple[int, ...]", node.params["axes"])
     kept_dims = [d for d in range(operands[0].rank) if d not in axes]

@@ -98,7 +98,7 @@ def sampled() -> Iterator[Any]:
         yield case if str(case) not in LONG and quick[case.primitive] <= EACH else slow(case)
 
 
-@pytest.mark.parametrize("case", sampled(), ids=str)
+@pytest.mark.parametrize("case", list(sampled()), ids=str)
 @pytest.mark.parametrize("most", [SAMPLE, slow(MANY)])
 def test_pieces_make_the_whole(case: Case, most: int) -> None:
     with jax.enable_x64(True):

@@ -1,0 +1,53 @@
+"""`argmax` and `argmin` that may be cut along the dimension they look through.
+
+The largest element comes first, by a reduction of its own, and then where it is, of pieces the least position that any
+of them has. So logits that lie cut over the vocabulary are not gathered for an accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from autopar.frontend.primitives import traced_for
+
+Function = Callable[..., Any]
+
+
+def _position(of_whole: Function, name: str) -> Primitive:
+    """The primitive (array, its extreme along `axes`) -> the position of the extreme, which whole arrays tell alone."""
+
+    def position(x: jax.Array, extreme: jax.Array, *, axes: tuple[int], index_dtype: Any) -> jax.Array:
+        del extreme
+        return of_whole(x, axes[0], index_dtype)
+
+    primitive = Primitive(name)
+    primitive.def_impl(position)
+    primitive.def_abstract_eval(
+        lambda x, extreme, *, axes, index_dtype: extreme.update(dtype=np.dtype(index_dtype), weak_type=False)
+    )
+    mlir.register_lowering(primitive, mlir.lower_fun(position, multiple_results=False))
+    return primitive
+
+
+_EXTREMES: dict[Any, tuple[Function, Primitive]] = {
+    lax.argmax_p: (lax.reduce_max, _position(lax.argmax, lax.argmax_p.name)),
+    lax.argmin_p: (lax.reduce_min, _position(lax.argmin, lax.argmin_p.name)),
+}
+"""JAX's primitives of positions: (what gives the element, what gives its position with that as another operand)."""
+
+
+def by_extreme(equation: Any) -> Any:
+    """The jaxpr of a position with the extreme before it; None for what asks for no position or compares no numbers."""
+    if equation.primitive not in _EXTREMES or not jnp.issubdtype(equation.invars[0].aval.dtype, np.number):
+        return None
+    reduce, position = _EXTREMES[equation.primitive]
+    params = equation.params
+    return traced_for(lambda x: position.bind(x, reduce(x, params["axes"]), **params), equation)
