@@ -21,7 +21,8 @@ ALMOST = 0.9
 """Classes of so much of the most work are equally likely to be the batch's, which then is the one that only leads."""
 
 WORTH = 0.01
-"""The share of the batch's work that makes another class, apart from it, a second batch: unlabelled beside labelled.
+"""The share of the batch's work that makes another class, apart from it, a second batch: unlabelled beside labelled, or
+as many rows of another tower, each of which is compared with every row of the first.
 
 A class that is summed up in more work of the batch than it does itself is none: features, such as the rows of weights
 that are adapted or scaled before they are used, and not updated.
@@ -70,8 +71,9 @@ def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
         head_work, extent = work[heads[i]], graph.types[graph.inputs[i]].shape[0]
         shared = sum(flops for flops, kept, _ in of_batch if heads[i] in kept)
         within = sum(flops for flops, _, summed in of_batch if heads[i] in summed)  # as features are
-        is_apart = shared < head_work / 2 and within <= head_work
-        if (head_work >= WORTH * most or (head_work and extent in extents)) and is_apart:
+        is_apart = shared < head_work / 2 and (head_work >= WORTH * most or (head_work and extent in extents))
+        is_paired = extent in extents and heads[i] not in inner and head_work - shared >= WORTH * most
+        if (is_apart or is_paired) and within <= head_work:
             batch.add(heads[i])
             extents.add(extent)
     return tuple(i for i in candidates if heads[i] in batch)

@@ -62,6 +62,21 @@ def with_more(w: Any, x: jax.Array, y: jax.Array, unlabelled: jax.Array) -> Any:
     return descended(loss, w)
 
 
+def two_towers(w: Any, users: jax.Array, items: jax.Array) -> Any:
+    """Every row of one tower compared with every one of the other, of which the own is the right one."""
+
+    def loss(w: Any) -> jax.Array:
+        left, right = jnp.tanh(w["a"][users] @ w["a"]), jnp.tanh(w["b"][items] @ w["b"])
+        return -jnp.take_along_axis(jax.nn.log_softmax(left @ right.T), jnp.arange(len(users))[:, None], 1).mean()
+
+    return descended(loss, w)
+
+
+def with_queue(w: Any, x: jax.Array, queue: jax.Array) -> Any:
+    """As many keys of earlier batches as rows, which nothing is computed of."""
+    return descended(lambda w: jax.nn.logsumexp(jnp.tanh(x @ w["a"]) @ w["b"] @ queue.T, 1).mean(), w)
+
+
 def with_frozen_weights(w: Any, frozen: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> Any:
     """Weights that are not updated, adapted as LoRA does or scaled as quantized ones are."""
 
@@ -99,6 +114,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
     "state and batch in one": (in_one, ({"w": W, "x": X, "y": Y},), ("data['x']", "data['y']")),
     "as many rows as features": (with_rates, (W, SQUARE, Y[:8], jnp.ones(8)), ("x", "y")),
     "two batches": (with_more, (W, X, Y, jnp.ones((48, 8))), ("x", "y", "unlabelled")),
+    "two towers": (two_towers, (W, Y[:8], Y[:8]), ("users", "items")),
+    "a queue of as many keys as rows": (with_queue, (W, X, X), ("x",)),
     "weights that are adapted or scaled": (
         with_frozen_weights,
         (
