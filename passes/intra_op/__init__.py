@@ -11,7 +11,6 @@ from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.mesh_search import MeshSearch, best
 from passes.intra_op.meshes import for_constraints, layouts, named
 from passes.intra_op.offloading import away
-from passes.intra_op.roles import in_forward
 from passes.intra_op.variants import MOST_OPERATORS, VariantSearch
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "computing",
     "extract",
     "for_constraints",
-    "in_forward",
     "layer_costs",
     "layouts",
     "named",

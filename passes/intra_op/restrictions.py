@@ -21,13 +21,14 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
 from passes.intra_op.axis_choices import PARTIAL
-from passes.intra_op.roles import Roles, Value, origin, recurrent, roles
+from passes.intra_op.roles import Roles, Value, frozen, in_forward, origin, recurrent, roles
 from passes.intra_op.strategies import Strategy
-from passes.ir import phase
+from passes.ir import Graph, StatePairs, phase
 from passes.layers import OTHERWISE, taken_for
 from passes.placement import weights
 from passes.rules import rule_of
 from passes.sharding import ShardingSpec
+from passes.transforms import microbatch_stacks
 
 Restriction = Callable[[Assembly], Assembly]
 """An assembly to one with fewer strategies, as a planner by hand has; raises PlanningError if none are left."""
@@ -157,6 +158,14 @@ def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Ass
         ),
         lambda value, spec: (axis in spec.dims[values.batch[value]]) if value in values.batch else not _cut(spec, axis),
     )
+
+
+def sharded_by_zero(stage: int, graph: Graph, state_pairs: StatePairs, batch: Sequence[int]) -> list[int]:
+    """The inputs that ZeRO cuts: optimizer state, and in stage 3 parameters, those too that are not updated."""
+    returned = {graph.inputs[i] for _, i in state_pairs} - microbatch_stacks(graph)
+    if stage < 3:
+        return sorted(v for v in returned if not in_forward(graph, v))
+    return sorted(returned | frozen(graph, state_pairs, [graph.inputs[i] for i in batch]))
 
 
 def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly], Assembly]:

@@ -11,9 +11,13 @@ from typing import NamedTuple
 
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
-from passes.ir import Graph, PortUse, phase
+from passes.ir import Graph, PortUse, StatePairs, TensorType, control_of, phase
 from passes.layers import OTHERWISE, batch_inputs, split_for_loop
+from passes.rules import rule_of
 from passes.transforms import loop_of, microbatch_stacks
+
+QUANTIZED = frozenset({"int2", "uint2", "int4", "uint4", "int8", "uint8"})
+"""The integers that weights are stored as; wider ones are positions and counts."""
 
 Value = tuple[int, int]
 """(`Subproblem.number`, value): a value of the program or of a loop's or branch's body."""
@@ -22,10 +26,11 @@ Value = tuple[int, int]
 @dataclass(frozen=True, kw_only=True)
 class Roles:
     """The roles of values: `batch` inputs and the dimension that the batch is on (those in microbatches, if any are);
-    `parameters` are state that the loss reads, be it updated in another stage, `state` is the rest of what the step
-    returns again; `weights` are parameters and their slices inside loops, with the dimensions that are their own.
-    `batch_classes[n]` are the classes of operator group node n on the batch; `aligned_classes[n]`, of a node off the
-    batch, are those along which its results meet it, as a mask does that is broadcast over the batch.
+    `parameters` are what the loss reads of its state, be it updated in another stage, and weights that nobody updates;
+    `state` is the rest of what the step returns again; `weights` are parameters and their slices inside loops, with the
+    dimensions that are their own. `batch_classes[n]` are the classes of operator group node n on the batch;
+    `aligned_classes[n]`, of a node off the batch, are those along which its results meet it, as a mask does that is
+    broadcast over the batch.
     """
 
     batch: Mapping[int, int]
@@ -45,7 +50,6 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
     stacks = microbatch_stacks(graph)
     returned = {graph.inputs[i] for _, i in assembly.state_pairs} - stacks
     shared = _shared(graph, returned, stacks)
-    parameters = {value for value in returned if in_forward(graph, value)} | shared
     if stacks:
         batch = {v: 1 for v in stacks if graph.types[v].rank > 1 and not graph.types[v].dtype.startswith("key<")}
     else:
@@ -55,6 +59,8 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
         rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
         remedy = f"return the state that the step updates, {OTHERWISE}, or use planner=Auto()"
         raise PlanningError(explain("data parallelism", rule, "", remedy))
+    parameters = {value for value in returned if in_forward(graph, value)} | shared
+    parameters |= frozen(graph, assembly.state_pairs, batch)
     on_batch, aligned = _batch_classes(assembly.root, batch, parameters)
     return Roles(
         batch=batch,
@@ -64,6 +70,41 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
         batch_classes=on_batch,
         aligned_classes=aligned,
     )
+
+
+def frozen(graph: Graph, state_pairs: StatePairs, batch: Collection[int]) -> frozenset[int]:
+    """The inputs beside the batch that are weights though the step does not update them: a base that is adapted, a
+    teacher, a policy that another is held against.
+    """
+    others = set(graph.inputs) - {graph.inputs[i] for _, i in state_pairs} - microbatch_stacks(graph) - set(batch)
+    weights = (v for v in others if _is_of_weights(graph.types[v]))
+    return frozenset(v for v in weights if in_forward(graph, v) or _is_multiplied(graph, v))
+
+
+def _is_multiplied(graph: Graph, value: int) -> bool:
+    """Whether a product or lookup reads a value or a copy of it, as those of a teacher do beside both passes."""
+    for reader in graph.consumers.get(value, ()):
+        node = graph.nodes[reader]
+        rule, control = rule_of(node, graph), control_of(node, graph)
+        if rule.is_product or rule.sparse:
+            return True
+        read = [(graph, v) for v in node.outputs if rule.casts or rule.permutes]
+        if control is not None:
+            ports = {use.port for v, use in zip(node.inputs, control.operands, strict=True) if v == value}
+            read = [
+                (body.graph, v)
+                for body in control.bodies
+                for v, port in zip(body.graph.inputs, body.inputs, strict=True)
+                if port in ports
+            ]
+        if any(_is_multiplied(*inner) for inner in read):
+            return True
+    return False
+
+
+def _is_of_weights(type: TensorType) -> bool:
+    """Whether an array may hold weights: numbers with a fraction, or quantized ones."""
+    return bool(type.rank) and (type.dtype in QUANTIZED or type.dtype.startswith(("float", "bfloat")))
 
 
 def in_forward(graph: Graph, value: int) -> bool:

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from passes.cluster import Cluster, Mesh
 from passes.errors import PlanMismatchError, PlanningError, explain
-from passes.intra_op import Assembly, best, in_forward, layouts, named, pins, restrictions
-from passes.ir import Graph, StatePairs, TensorType
+from passes.intra_op import Assembly, best, layouts, named, pins, restrictions
+from passes.ir import TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
 from passes.plan import AnyPlan, Plan, load_plan
@@ -35,7 +35,6 @@ from passes.planners.wholes import warn_of_whole_state, warn_of_whole_work
 from passes.solver import SolverOptions
 from passes.step import Step, Variant
 from passes.text import plain_integer
-from passes.transforms import microbatch_stacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,8 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """Data parallelism with optimizer state cut over the devices (`stage` 1 or 2) and parameters too (3).
+    """Data parallelism with optimizer state cut over the devices (`stage` 1 or 2) and parameters too (3), those that
+    are not updated among them.
 
     Where the devices do not divide what they should cut, as 1,120 do not divide 20,480, the mesh has two axes, of which
     each cuts what it divides; `UserWarning` names what stays whole even so.
@@ -78,7 +78,7 @@ class Zero:
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         restrict = restrictions.zero(self.stage, step.batch)
-        state = _sharded(step.graph, step.state_pairs, self.stage)
+        state = restrictions.sharded_by_zero(self.stage, step.graph, step.state_pairs, step.batch)
         sizes = zero_sizes([step.graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
         plan = _best(f"zero-{self.stage}", step, mesh, self.solver, restrict, regather=self.stage == 3)
@@ -89,12 +89,6 @@ class Zero:
 
 WORTHWHILE = 0.01
 """The share of the state's bytes on a device that a second axis must save, if there is to be one."""
-
-
-def _sharded(graph: Graph, state_pairs: StatePairs, stage: int) -> list[int]:
-    """The inputs that ZeRO cuts: optimizer state, and parameters in stage 3."""
-    returned = sorted({graph.inputs[i] for _, i in state_pairs} - microbatch_stacks(graph))
-    return [v for v in returned if stage == 3 or not in_forward(graph, v)]
 
 
 def zero_sizes(state: Sequence[TensorType], n_devices: int) -> tuple[int, ...]:
