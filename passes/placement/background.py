@@ -2,8 +2,8 @@
 
 A weight is there before the step begins, so it can be gathered ahead of its use (ZeRO-3); the gradient of a weight is
 next read by the update, so it can be reduced while the backward pass goes on, and with it a loss, which is handed back
-and read by nobody. Activations and their gradients are waited for. What a loop sums up over microbatches is there when
-it ends, and nothing is left to reduce it behind.
+and read by nobody. Activations and their gradients are waited for. What a loop sums up is there when it ends;
+after one over microbatches nothing is left to reduce it behind.
 
 No more is hidden than the products take that are computed beside it: on a slow network most of ZeRO-3 is waited for.
 Nothing hides what is read before the first product, as the table of an embedding, or made by the last.
@@ -51,15 +51,16 @@ class Background:
     def _within(cls, graph: Graph, arguments: Collection[int], leaving: Collection[int]) -> Self:
         floats = [v for v in arguments if graph.types[v].dtype.startswith(("float", "bfloat"))]
         unawaited = _unawaited(graph, leaving)
+        by_node = _products_by_node(graph)
+        working = [i for i, inside in enumerate(by_node) if inside]
+        last = max((i for i in working if phase(graph.nodes[i]) == "backward"), default=0)
         gradients = [
             graph.types[v].nbytes
             for v in unawaited
-            if _is_for_updates(graph, v) and not graph.nodes[graph.producers[v]].subgraphs
+            if _is_for_updates(graph, v) and not _ends_with(graph, graph.producers[v], last)
         ]
         read = sum(graph.types[v].nbytes for v in floats if not _is_for_updates(graph, v))
-        by_node = _products_by_node(graph)
         flops = tuple(sorted(_total(by_node).items()))
-        working = [i for i, inside in enumerate(by_node) if inside]
         return cls(
             graph=graph,
             arguments=derived(graph, floats, ("forward", "backward", "apply")),
@@ -73,7 +74,7 @@ class Background:
                 flops=flops,
             ),
             first=min(working, default=0),
-            last=max((i for i in working if phase(graph.nodes[i]) == "backward"), default=0),
+            last=last,
         )
 
     def inside(self, index: int, control: Control) -> tuple[Self, ...]:
@@ -107,9 +108,14 @@ class Background:
         if value in self.arguments:
             readers = self.graph.consumers.get(value, ())
             return self.weight if readers and min(readers) > self.first else None
-        if value not in self.unawaited or self.graph.nodes[self.graph.producers[value]].subgraphs:
+        if value not in self.unawaited or _ends_with(self.graph, self.graph.producers[value], self.last):
             return None
         return self.gradient if self.graph.producers[value] < self.last else replace(self.gradient, flops=())
+
+
+def _ends_with(graph: Graph, index: int, last: int) -> bool:
+    """Whether a node is a loop or branch that no product comes after."""
+    return bool(graph.nodes[index].subgraphs) and index >= last
 
 
 def products(graph: Graph) -> dict[str, float]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -72,6 +73,37 @@ def test_what_microbatches_sum_up_is_reduced_when_nothing_is_left_to_hide_it() -
     background = Background.of(graph)
     assert sums
     assert all(background.behind(value) is None for value in sums)
+
+
+def test_what_a_loop_over_parts_of_a_sequence_sums_up_is_reduced_behind_what_follows() -> None:
+    """The gradient of the last product, in the dtype that it has when it leaves the loop."""
+    width, vocabulary, parts = 512, 16_384, 4
+    f32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    params = {"up": f32((width, 4 * width)), "down": f32((4 * width, width)), "head": f32((width, vocabulary))}
+    x, y = jax.ShapeDtypeStruct((16, 1024, width), jnp.bfloat16), jax.ShapeDtypeStruct((16, 1024), jnp.int32)
+
+    def loss(p: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
+        p = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+        x = x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+        @jax.checkpoint
+        def add(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            scores = jax.nn.log_softmax((part[0] @ p["head"]).astype(jnp.float32))
+            return total - jnp.take_along_axis(scores, part[1][..., None], -1).sum(), None
+
+        cut = (a.reshape(16, parts, -1, *a.shape[2:]).swapaxes(0, 1) for a in (x, y))
+        return jax.lax.scan(add, jnp.zeros(()), tuple(cut))[0]
+
+    parallel = autopar.parallelize(
+        lambda p, x, y: jax.tree.map(lambda w, g: w - g, p, jax.grad(loss)(p, x, y)),
+        cluster="8:a100-80g",
+        planner=autopar.DataParallel(),
+    )
+    sent = moves(parallel.plan(params, x, y), parallel, (params, x, y))
+    (head,) = [o for o in sent if vocabulary in o.type.shape]
+    assert head.type.dtype == "bfloat16"
+    assert head.behind
+    assert head.behind.flops
 
 
 def test_weights_of_zero_3_are_gathered_behind_computing() -> None:
