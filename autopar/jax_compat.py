@@ -51,6 +51,7 @@ __all__ = [
     "at_disconnection",
     "bind_params",
     "call_local",
+    "compiled",
     "configuration",
     "coordination_client",
     "coordinator_host",
@@ -66,7 +67,6 @@ __all__ = [
     "is_staged",
     "is_staging",
     "is_traced",
-    "key_data",
     "key_implementation",
     "manual_axes",
     "no_mesh",
@@ -259,10 +259,7 @@ def planned_mesh() -> Iterator[Any]:
 
 
 def traced_shardings(traced: Any, count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """(in_shardings, out_shardings) of the `count` flat arguments and of the results of what was traced.
-
-    There is no public way. What the function captured comes before its arguments.
-    """
+    """(in_shardings, out_shardings) of what was traced: of its `count` flat arguments, behind what it captured."""
     inputs, outputs = (tuple(traced._params[side]) for side in ("in_shardings", "out_shardings"))
     return inputs[len(inputs) - count :], outputs
 
@@ -381,7 +378,7 @@ def are_there(leaves: Sequence[Any]) -> bool:
 def dtype_of(name: str) -> Any:
     """The dtype that planning calls by this name; keys have one for each generator."""
     if not name.startswith("key<"):
-        return jax.numpy.dtype(name)
+        return jax.dtypes.float0 if name == "float0" else jax.numpy.dtype(name)
     return jax.eval_shape(lambda: jax.random.key(0, impl=_GENERATORS[name])).dtype
 
 
@@ -390,9 +387,12 @@ def key_implementation(dtype: Any) -> str:
     return _GENERATORS[dtype.name]
 
 
-def key_data(key: jax.Array) -> jax.Array:
-    """The two 32-bit words of a typed Threefry key."""
-    return jax.random.key_data(key)
+def compiled(lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """The executable of a lowered program; it takes numbers of less than a byte, whose bits JAX's arrays hide."""
+    executable = lowered.compile(compiler_options=options)
+    inner = executable._executable
+    inner._xla_in_layouts = [None if at and at.sub_byte_element_size_in_bits else at for at in inner._xla_in_layouts]
+    return executable
 
 
 def is_described(device: Device) -> bool:

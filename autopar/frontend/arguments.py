@@ -32,12 +32,13 @@ _TYPE = attrgetter("shape", "dtype", "weak_type")
 class Signature:
     """The way in which a function's calls are read.
 
-    `function` is its name and `source` where it starts. `parameters` are the names of positional parameters, `rest`
-    that of `*args`.
+    `function` is its name and `source` where it starts. `parameters` are the names of positional parameters, of which
+    `either_way` may be given by name too; `rest` is that of `*args`.
     """
 
     function: str
     parameters: tuple[str, ...]
+    either_way: frozenset[str]
     rest: str
     static_positions: tuple[int, ...]
     static_names: tuple[str, ...]
@@ -80,6 +81,17 @@ class Signature:
             argument_name = self.name(positions[argument.idx]) if side.idx == 0 else argument.key
             paths.append(argument_name + keystr(tuple(inner)))
         return tuple(paths)
+
+    def as_static(self, dynamic: tuple[tuple[Any, ...], Mapping[str, Any]], n_args: int, index: int) -> str:
+        """The words that tell a user how a leaf of the dynamic arguments becomes a static argument."""
+        side, argument, *inner = cast("tuple[Any, ...]", tree_flatten_with_path(dynamic)[0][index][0])
+        position = self._dynamic_positions(n_args)[argument.idx] if side.idx == 0 else None
+        name = argument.key if position is None else self.name(position)
+        if inner:
+            return f"take it out of {name}, into an argument that static_argnames names"
+        if position is None or name in self.either_way:
+            return f"name {name} in static_argnames"
+        return f"count it in static_argnums={position}"
 
     def donated(self, dynamic: Any, donation: Signature, n_args: int) -> tuple[bool, ...]:
         """Whether each leaf of the dynamic arguments is part of one that `donation` names, as this names static ones.
@@ -166,6 +178,7 @@ def signature_of(fun: Callable[..., Any], static_argnums: Positions, static_argn
     return Signature(
         function=getattr(fun, "__name__", type(fun).__name__),
         parameters=tuple(p.name for p in parameters if p.kind in _POSITIONAL),
+        either_way=frozenset(name for _, name in either_way),
         rest=next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), ""),
         static_positions=positions,
         static_names=names,
@@ -198,11 +211,12 @@ def structs_of(dynamic: Any, signature: Signature, n_args: int) -> tuple[jax.Sha
         if aval is None:
             name = signature.names(dynamic, n_args)[index]
             rule = "an argument is a pytree of arrays, NumPy arrays, numbers and jax.ShapeDtypeStructs"
-            remedy = f"pass an array, or name it in static_argnames if {name} is an option of the program"
+            as_static = signature.as_static(dynamic, n_args, index)
+            remedy = f"pass an array, or {as_static} if {name} is an option of the program"
             if isinstance(leaf, int):
                 limits = np.iinfo(jax.dtypes.canonicalize_dtype(int))
                 rule = f"a Python int is {limits.dtype} here, from {limits.min:,} to {limits.max:,}"
-                remedy = f"set jax_enable_x64, count in larger units, or name {name} in static_argnames"
+                remedy = f"set jax_enable_x64, count in larger units, or {as_static}"
             what = f"argument {name} = {_short(leaf)} of type {type(leaf).__name__}"
             raise ArgumentError(explain(what, rule, signature.source, remedy))
         structs.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type))

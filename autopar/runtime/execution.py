@@ -218,7 +218,7 @@ class Lowered:
             processes.agree("the compiled program", {"its StableHLO": digest_of(self.as_text())})
         given = {**(self._prepared.traced.options.compiler_options or {}), **(compiler_options or {})}
         options = compiler_options and hlo.compiler_options(self._prepared.platform, user_options=given)
-        compiled = self._lowered.compile(compiler_options=options)  # without any, those of the jitted function
+        compiled = jax_compat.compiled(self._lowered, options)  # without any, those of the jitted function
         if self._limit is not None:
             needed = needed_nbytes(self.plan, compiled.memory_analysis())
             if needed > self._limit.nbytes:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import jax
 
+from autopar import jax_compat
 from autopar.checks import Emitted, Verification, hlo, verify
 from autopar.frontend import Signature, Traced
 from autopar.phases import Following, unsaid
@@ -83,7 +84,7 @@ class LoweredPipeline:
                 current.report(Progress(phase=segment.name, done=number, total=len(self.program.segments)))
                 given = {**(segment.user_options or {}), **(user_options or {})}
                 options = user_options and hlo.compiler_options(segment.platform, user_options=given)
-                executables.append(segment.lower().compile(compiler_options=options))
+                executables.append(jax_compat.compiled(segment.lower(), options))
         return tuple(executables)
 
     def _verify(self, executables: Sequence[Any]) -> tuple[Verification, ...]:

@@ -295,11 +295,11 @@ def load(
 def _executables(program: Program, executables: tuple[Any, ...] | None, processes: Processes | None) -> tuple[Any, ...]:
     """The segments' executables, None for those of other processes."""
     if processes is None:
-        return executables or tuple(segment.lower().compile() for segment in program.segments)
+        return executables or tuple(jax_compat.compiled(segment.lower()) for segment in program.segments)
     here = [processes.rank in _ranks(segment) for segment in program.segments]
     lowered = [segment.lower() if is_here else None for segment, is_here in zip(program.segments, here, strict=True)]
     agree(processes, program, lowered)
-    compiled = executables or tuple(text and text.compile() for text in lowered)
+    compiled = executables or tuple(text and jax_compat.compiled(text) for text in lowered)
     return tuple(executable if is_here else None for executable, is_here in zip(compiled, here, strict=True))
 
 

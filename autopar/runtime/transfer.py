@@ -129,7 +129,7 @@ def compile_transfer(plan: TransferPlan, transport: Transport | None = None, *, 
                 run = transport.put(plan.target)
             case "reshard":
                 operand = jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=plan.source)
-                run = jax.jit(_identity, out_shardings=plan.target).lower(operand).compile()
+                run = jax_compat.compiled(jax.jit(_identity, out_shardings=plan.target).lower(operand))
             case "tiles" | "put":
                 run = _Tiles.of(plan, transport, copies=keeps).__call__
     return Transfer(plan=plan, run=run)
@@ -251,7 +251,8 @@ def _join(device: Device, tiles: Sequence[Tile], dtype: Any) -> Program | None:
 
 def _compiled(function: Program, device: Device, shapes: Sequence[tuple[int, ...]], dtype: Any) -> Program:
     sharding = SingleDeviceSharding(device)
-    return jax.jit(function).lower(*(jax.ShapeDtypeStruct(s, dtype, sharding=sharding) for s in shapes)).compile()
+    operands = (jax.ShapeDtypeStruct(s, dtype, sharding=sharding) for s in shapes)
+    return jax_compat.compiled(jax.jit(function).lower(*operands))
 
 
 def _cut(shard: jax.Array, *, boxes: tuple[Box, ...]) -> tuple[jax.Array, ...]:

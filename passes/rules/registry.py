@@ -351,7 +351,8 @@ def build(
         cut = zip(type.shape, labels, strict=True)
         return tuple(-1 if label in never or size == 1 else numbers[label] for size, label in cut)
 
-    factors.extend(Factor(size=0, reduction="add", partial=tuple(together)) for together in linear)
+    if not any(type.dtype == "float0" for type, _ in (*operands, *results)):  # of which there are no sums
+        factors.extend(Factor(size=0, reduction="add", partial=tuple(together)) for together in linear)
     return ShardingRule(
         factors=tuple(factors),
         operands=tuple(dims(*operand) for operand in operands),
