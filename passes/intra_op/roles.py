@@ -30,7 +30,7 @@ class Roles:
     `state` is the rest of what the step returns again; `weights` are parameters and their slices inside loops, with the
     dimensions that are their own. `batch_classes[n]` are the classes of operator group node n on the batch;
     `aligned_classes[n]`, of a node off the batch, are those along which its results meet it, as a mask does that is
-    broadcast over the batch.
+    broadcast over the batch, and those along which parts of the batch lie that a loop takes one after the other.
     """
 
     batch: Mapping[int, int]
@@ -181,7 +181,7 @@ def _batch_classes(
     root: Subproblem, batch: Mapping[int, int], parameters: Collection[int]
 ) -> tuple[_Classes, _Classes]:
     """The classes of every operator group that the batch dimension reaches through the operators' factors, and, of
-    operator groups that it does not reach, those from which it is reached.
+    operator groups that it does not reach, those from which it is reached and those of its parts inside loops over it.
 
     What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well.
     """
@@ -205,8 +205,18 @@ def _batch_classes(
         if weighty.isdisjoint(drawn):  # noise on weights is none
             reached |= drawn
     on_batch = _classes_of(reached)
-    aligned = _classes_of(_reached(reached, back))
+    parts = _reached((place for each in root.all() for place in _inside_parts(each, reached)), onward)
+    aligned = _classes_of(_reached(reached, back) | parts)
     return on_batch, {node: classes for node, classes in aligned.items() if node not in on_batch}
+
+
+def _inside_parts(subproblem: Subproblem, reached: Collection[_Place]) -> Iterator[_Place]:
+    """The first dimension of each part in which a loop runs over the batch: nothing else of it is left to be cut."""
+    number, graph = subproblem.number, subproblem.graph
+    for index, control_join in subproblem.control_joins.items():
+        for value, use in zip(graph.nodes[index].inputs, control_join.control.operands, strict=True):
+            if use.stacked and graph.types[value].rank > 1 and _Dim(number, value, 0) in reached:
+                yield _Port(number, index, use.port, 0)
 
 
 def _drawn(subproblem: Subproblem, rows: Collection[int]) -> Iterator[int]:
