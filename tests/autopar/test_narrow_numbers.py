@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
+from passes.rules import rules_of
 from tests.autopar.random_plans import Dice
 from tests.sample import half
 
@@ -95,3 +96,14 @@ def test_gradients_without_elements_go_through_a_step(planner: Any):
 
     args = WEIGHTS, np.zeros((32,), jax.dtypes.float0), BATCH
     assert_equal(autopar.parallelize(step, planner=planner)(*args), jax.jit(step)(*args))
+
+
+def test_no_strategy_leaves_sums_of_what_has_no_elements():
+    graph = autopar.parallelize(with_gradient_of_labels).step(WEIGHTS, BATCH, LABELS).graph
+    rules = [
+        rule
+        for node, rule in zip(graph.nodes, rules_of(graph), strict=True)
+        if graph.types[node.outputs[0]].dtype == "float0"
+    ]
+    assert rules
+    assert not any(factor.reduction for rule in rules for factor in rule.factors)

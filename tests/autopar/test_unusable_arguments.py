@@ -81,3 +81,31 @@ def test_a_type_in_place_of_an_array_is_named(planner: Any):
     batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     text = told(lambda: step(state_of(), batch), Exception)
     assert "argument batch: a jax.ShapeDtypeStruct is enough for plan() and lower(), and a call takes arrays" in text
+
+
+def test_the_way_to_a_static_argument_is_one_that_jit_takes():
+    """Those of `*args` have no name that counts, and a leaf is none."""
+
+    def scaled(w: jax.Array, *how: Any) -> jax.Array:
+        return w * (2 if how == ("twice",) else 1)
+
+    def placed(w: Any, /, way: Any, *, mode: Any = "") -> jax.Array:
+        return w * 2
+
+    w = jnp.ones(8)
+    assert "count it in static_argnums=1 if how[0] is" in told(
+        lambda: autopar.parallelize(scaled)(w, "twice"), autopar.ArgumentError
+    )
+    assert float(autopar.parallelize(scaled, static_argnums=1)(w, "twice")[0]) == 2
+    assert "count it in static_argnums=0 if w is" in told(
+        lambda: autopar.parallelize(placed)("w", w), autopar.ArgumentError
+    )
+    assert "name way in static_argnames if way is" in told(
+        lambda: autopar.parallelize(placed)(w, "way"), autopar.ArgumentError
+    )
+    assert "name mode in static_argnames if mode is" in told(
+        lambda: autopar.parallelize(placed)(w, w, mode="fast"), autopar.ArgumentError
+    )
+    assert "take it out of way, into an argument that static_argnames names" in told(
+        lambda: autopar.parallelize(placed)(w, {"a": "way"}), autopar.ArgumentError
+    )
