@@ -128,7 +128,10 @@ class Signature:
 
     def unusable(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> str:
         """The first argument because of which a call may have ended in this error, and why; empty if there is none."""
-        dynamic, _ = self.split(args, kwargs)
+        try:
+            dynamic, _ = self.split(args, kwargs)
+        except ArgumentError:  # a static one that has no hash is what the call ended in
+            return ""
         for index, leaf in enumerate(jax.tree.leaves(dynamic)):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 rule = "a jax.ShapeDtypeStruct is enough for plan() and lower(), and a call takes arrays"

@@ -48,15 +48,15 @@ class Values:
         if node is None:
             return _counted(self.constants[value]) if value in self.constants else None
         if node.primitive == "iota":
-            return cast("int", node.params["dimension"])
+            dim = cast("int", node.params["dimension"])
+            return dim if _holds(type.dtype, type.shape[dim]) else None
         if node.primitive == "select_n":
             return self.counted(node.inputs[1]) if self._is_from_the_end(node) else None
         if node.primitive not in _VIEWS or (dim := self.counted(node.inputs[0])) is None:
             return None
         source = self.types[node.inputs[0]]
         if node.primitive == "convert_element_type":
-            is_kept = type.dtype.startswith(("int", "uint")) and source.shape[dim] - 1 <= np.iinfo(type.dtype).max
-            return dim if is_kept else None
+            return dim if _holds(type.dtype, source.shape[dim]) else None
         if node.primitive == "broadcast_in_dim":
             place = cast("Sequence[int]", node.params["broadcast_dimensions"])[dim]
             return place if type.shape[place] == source.shape[dim] else None
@@ -91,6 +91,11 @@ class Rows:
 
     columns: tuple[int, ...]
     params: Mapping[str, Any]
+
+
+def _holds(dtype: str, count: int) -> bool:
+    """Whether a dtype is one of integers that counts so many from 0."""
+    return dtype.startswith(("int", "uint")) and count - 1 <= np.iinfo(dtype).max
 
 
 def by_row(primitive: str, params: Mapping[str, Any], inputs: Sequence[int], values: Values) -> Rows | None:
@@ -140,6 +145,8 @@ def taken_whole(equation: Any) -> Any:
     numbers = params["dimension_numbers"]
     if numbers.operand_batching_dims:
         return None
+    if name == "scatter-add" and any(operand.shape[d] != 1 for d in numbers.inserted_window_dims):
+        return None  # as many rows as there are may all be added to the first
     if name == GATHER and tuple(params["slice_sizes"]) == operand.shape and result.size == operand.size:
         return traced_for(lambda x, _: [x.reshape(result.shape)], equation)
     if name == "scatter-add" and updates[0].size == operand.size:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 from autopar.frontend.primitives import traced_for
 
@@ -34,6 +34,16 @@ def _position(of_whole: Function, name: str) -> Primitive:
         lambda x, extreme, *, axes, index_dtype: extreme.update(dtype=np.dtype(index_dtype), weak_type=False)
     )
     mlir.register_lowering(primitive, mlir.lower_fun(position, multiple_results=False))
+
+    def batched(operands: Any, dims: Any, *, axes: tuple[int], index_dtype: Any) -> tuple[Any, int]:
+        rows = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        x, extreme = (
+            jnp.broadcast_to(x, (rows, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+            for x, d in zip(operands, dims, strict=True)
+        )
+        return primitive.bind(x, extreme, axes=(axes[0] + 1,), index_dtype=index_dtype), 0
+
+    batching.primitive_batchers[primitive] = batched
     return primitive
 
 

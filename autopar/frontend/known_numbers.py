@@ -41,7 +41,7 @@ _EXACT: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "neg": np.negative,
         "not": np.bitwise_not,
         "or": np.bitwise_or,
-        "select_n": lambda which, *cases: cases[int(which)],
+        "select_n": lambda which, *cases: cases[min(max(int(which), 0), len(cases) - 1)],
         "sqrt": np.sqrt,
         "sub": np.subtract,
         "xor": np.bitwise_xor,

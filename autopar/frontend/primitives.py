@@ -39,8 +39,18 @@ BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("b
 PLACED = frozenset({"sharding_constraint", "shard_map"})
 """Primitives whose parameters read differently for other operands."""
 
-ALONE = frozenset({"cond", "pure_callback", "io_callback", "debug_callback", "ffi_call"}) | PLACED
-"""Primitives that are another thing for several rows at once: both branches, fewer calls, other dimensions."""
+ALONE = (
+    frozenset(
+        {"cond", "pure_callback", "io_callback", "debug_callback", "ffi_call", "rng_bit_generator", "rng_uniform"}
+    )
+    | PLACED
+)
+"""Primitives that are another thing for several rows at once: both branches, fewer calls, other dimensions, numbers
+that the first row's key draws for all.
+"""
+
+THREEFRY = "key<fry>"
+"""The dtype of keys of which each draws its own numbers, however many there are."""
 
 HINTS = frozenset({"reshard", "mesh_cast"})
 """Primitives that only say where a value is to live, which the plan does."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from autopar import jax_compat
-from autopar.frontend.primitives import ALONE, traced_for
+from autopar.frontend.primitives import ALONE, THREEFRY, dtype_name, traced_for
 
 
 def side_by_side(equation: Any, parts: int, unchanged: Sequence[bool]) -> Any:
@@ -27,7 +27,7 @@ def side_by_side(equation: Any, parts: int, unchanged: Sequence[bool]) -> Any:
     params = equation.params
     length, counts = params["length"], jax_compat.scan_counts(params)
     parts = gcd(length, parts)
-    if parts < 2 or equation.effects or not ALONE.isdisjoint(_primitives(params["jaxpr"])):
+    if parts < 2 or equation.effects or not all(map(_is_of_a_row, _equations(params["jaxpr"]))):
         return None
     first, begin = counts["num_consts"], counts["num_consts"] + counts["num_carry"]
     body = jaxpr_as_fun(params["jaxpr"])
@@ -56,11 +56,17 @@ def side_by_side(equation: Any, parts: int, unchanged: Sequence[bool]) -> Any:
     return traced_for(rewritten, equation)
 
 
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    """The primitives of a jaxpr, those inside others included."""
+def _is_of_a_row(equation: Any) -> bool:
+    """Whether an equation is the same for a row alone and for several side by side."""
+    dtypes = (dtype_name(atom.aval.dtype) for atom in equation.invars if hasattr(atom.aval, "dtype"))
+    return equation.primitive.name not in ALONE and all(d == THREEFRY or not d.startswith("key<") for d in dtypes)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, those of jaxprs in them included."""
     for equation in jax_compat.open_jaxpr(jaxpr)[0].eqns:
-        yield equation.primitive.name
+        yield equation
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if jax_compat.is_jaxpr(inner):
-                    yield from _primitives(inner)
+                    yield from _equations(inner)

@@ -167,7 +167,11 @@ def _up_front(
     unchanged = [v for i in early.before if not is_free(part.graph, i) for v in part.graph.nodes[i].outputs]
     given.update(_whole(part, early.before, unchanged, given))
     entering, run_microbatch = _one_microbatch(part, early, "exact", given, ours)
-    pieces = jax.vmap(run_microbatch)(jnp.arange(count, dtype=np.int32), tuple(ours[v] for v in entering))
+    numbers, batches = jnp.arange(count, dtype=np.int32), tuple(ours[v] for v in entering)
+    try:
+        pieces = jax.vmap(run_microbatch)(numbers, batches)
+    except NotImplementedError:  # a primitive of the user's that has no rule for batches
+        pieces = jax.lax.map(lambda microbatch: run_microbatch(*microbatch), (numbers, batches))
     for (value, spec), piece in zip(early.carried, pieces, strict=True):
         given[value] = _REDUCED[spec.reduction](piece)
     late = [v for v in outputs if v not in given]

@@ -125,7 +125,7 @@ def _is_summed(body: Graph, value: int, end: int) -> bool:
         node, rule = body.nodes[readers[0]], rules[readers[0]]
         is_same = rule.casts and body.types[value] == body.types[node.outputs[0]]
         is_first = rule.accumulates or node.inputs[0] == value  # the second operand of a difference is not added
-        if not is_same and not (rule.adds and is_first and node.inputs.count(value) == 1):
+        if not is_same and not (rule.sums and is_first and node.inputs.count(value) == 1):
             return False
         (value,) = node.outputs
     return not body.consumers.get(end) and body.outputs.count(end) == 1

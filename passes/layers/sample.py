@@ -321,6 +321,6 @@ def _sums(matched: _Matched) -> dict[int, int]:
     for node, block in zip(graph.nodes, matched.block_of, strict=True):
         rest = [value for value in node.inputs if matched.owner.get(value) not in gone]
         reads_of_both = not 0 < block < matched.last and len(rest) + 1 == len(node.inputs) == 2
-        if reads_of_both and not graph.types[node.outputs[0]].shape and rule_of(node, graph).adds:
+        if reads_of_both and not graph.types[node.outputs[0]].shape and rule_of(node, graph).sums:
             before[node.outputs[0]] = before.get(rest[0], rest[0])
     return before

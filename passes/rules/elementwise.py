@@ -16,15 +16,16 @@ _PLAIN = (
 ).split()
 
 _FLOAT_BITS = {
-    "float8": 8,
-    "bfloat16": 16,
-    "float16": 16,
-    "float32": 32,
-    "float64": 64,
-    "complex64": 32,
-    "complex128": 64,
+    "bfloat16": (8, 7),
+    "float16": (5, 10),
+    "float32": (8, 23),
+    "float64": (11, 52),
+    "complex64": (8, 23),
+    "complex128": (11, 52),
 }
-"""The bits of a number, or of each part of a complex one: taking the real part is linear."""
+"""The bits of the exponent and of the fraction of a number, or of each part of a complex one: taking the real part is
+linear.
+"""
 
 
 def pointwise(operands: Types, results: Types, linear: tuple[tuple[int, ...], ...] = ()) -> ShardingRule:
@@ -46,14 +47,15 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results)
 
 
-@rule("add", "sub", "complex")
+@rule("complex")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results, linear=((0, 1),))
 
 
-@rule("add_any")
+@rule("add", "sub", "add_any")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    return dataclasses.replace(pointwise(operands, results, linear=((0, 1),)), accumulates=True)
+    accumulates = node.primitive == "add_any"
+    return dataclasses.replace(pointwise(operands, results, linear=((0, 1),)), sums=True, accumulates=accumulates)
 
 
 @rule("mul")
@@ -74,9 +76,10 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
 @rule("convert_element_type")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    before, after = (_FLOAT_BITS.get(t.dtype, 0) for t in (operands[0], results[0]))
+    before, after = (_FLOAT_BITS.get(t.dtype) for t in (operands[0], results[0]))
     # Narrowing rounds each partial sum by itself, which is not the rounding of the whole.
-    base = pointwise(operands, results, linear=((0,),) if 0 < before <= after else ())
+    is_exact = before is not None and after is not None and all(a <= b for a, b in zip(before, after, strict=True))
+    base = pointwise(operands, results, linear=((0,),) if is_exact else ())
     return dataclasses.replace(base, casts=True)
 
 

@@ -57,6 +57,7 @@ class ShardingRule:
     `in_rows`          on CPUs its arrays lie row after row, whatever order a neighbour would have them in
     `draws`            it draws random numbers
     `accumulates`      it adds up cotangents of one value, in whatever order
+    `sums`             it adds its operands, or takes the second from the first
     `splits`           (a dimension of the operand whose first part is the result's first, that of the result with the
                        rest of it)
     `moves`            (an operand, a dimension of it, one of results), of which one is never cut, though the elements
@@ -88,6 +89,7 @@ class ShardingRule:
     in_rows: bool = False
     draws: bool = False
     accumulates: bool = False
+    sums: bool = False
     splits: tuple[tuple[int, int], ...] = ()
     moves: tuple[tuple[int, int, int], ...] = ()
 
@@ -116,7 +118,7 @@ class ShardingRule:
 
     @property
     def adds(self) -> bool:
-        """Whether the result is a sum of all operands, which may then be partial together."""
+        """Whether operands may be partial together: the result is a sum of all, or has the elements of each."""
         return any(not f.size and len(f.partial) == len(self.operands) > 1 for f in self.factors)
 
     def operand_spec(self, operand: int, assignment: Assignment) -> ShardingSpec:

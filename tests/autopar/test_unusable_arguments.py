@@ -109,3 +109,10 @@ def test_the_way_to_a_static_argument_is_one_that_jit_takes():
     assert "take it out of way, into an argument that static_argnames names" in told(
         lambda: autopar.parallelize(placed)(w, {"a": "way"}), autopar.ArgumentError
     )
+
+
+def test_a_static_argument_without_a_hash_is_said_once():
+    with pytest.raises(autopar.ArgumentError, match="must be hashable") as raised:
+        autopar.parallelize(lambda x, n: x, static_argnums=1)(1.0, [1])
+    assert "During handling" not in "".join(traceback.format_exception(raised.value)).split("unusable")[0]
+    assert not isinstance(raised.value.__context__, autopar.ArgumentError)

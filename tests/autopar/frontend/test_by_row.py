@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import autopar
 
@@ -109,3 +110,19 @@ def test_a_batch_of_it_is_taken_in_parts(name: str) -> None:
 def test_no_rows_are_gathered_under_data_parallelism() -> None:
     plan = autopar.parallelize(step_of(TAKEN["a vector a row"]), planner=autopar.DataParallel()).plan(WEIGHTS, BATCH)
     assert {(c.kind, c.nbytes) for c in plan.collectives} == {("all_reduce", WEIGHTS.nbytes + 4)}
+
+
+ALL_AT_ONE: dict[str, Taken] = {
+    "added to the first": lambda h: jnp.zeros((ROWS, WIDTH)).at[jnp.zeros(ROWS, int)].add(h[:, 0]),
+    "a table that is read at its first row": lambda h: jax.grad(
+        lambda table: (table[jnp.zeros(ROWS, int)] * h[:, 0]).sum()
+    )(h[:, 1]),
+    "a segment": lambda h: jax.ops.segment_sum(h[:, 0], jnp.zeros(ROWS, int), ROWS),
+    "counted in eight bits": lambda h: jnp.tile(h[:, 0], (20, 1))[lax.iota("uint8", 20 * ROWS), jnp.tile(CHOSEN, 20)],
+}
+
+
+@pytest.mark.parametrize("name", ALL_AT_ONE)
+def test_rows_that_are_read_or_written_by_several_are_not_rows_of_their_own(name: str):
+    ours, theirs = autopar.parallelize(ALL_AT_ONE[name])(BATCH), jax.jit(ALL_AT_ONE[name])(BATCH)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.frontend.extremes import by_extreme
 from models import gpt
 from tests.sample import half
 
@@ -65,3 +66,28 @@ def test_a_comparison_of_booleans_is_as_it_was():
     parallel = autopar.parallelize(lambda x: (jnp.argmax(x, 1), jnp.argmin(x, 0)))
     for ours, theirs in zip(parallel(flags), (jnp.argmax(flags, 1), jnp.argmin(flags, 0)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_mask_of_positions_is_jits_in_microbatches():
+    def loss(weights: jax.Array, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        mask = (jnp.argmax(targets, -1) != 0).astype(jnp.float32)
+        crossed = -(targets * jax.nn.log_softmax(inputs @ weights)).sum(-1)
+        return (crossed * mask).sum() / mask.sum()
+
+    draw = np.random.default_rng(0)
+    weights, inputs = (jnp.asarray(draw.normal(size=s), "float32") for s in ((8, 4), (16, 8)))
+    targets = jnp.eye(4)[draw.integers(0, 4, 16)]
+    gradient = jax.grad(loss)
+    ours = autopar.parallelize(gradient, microbatches=2)(weights, inputs, targets)
+    np.testing.assert_allclose(ours, jax.jit(gradient)(weights, inputs, targets), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("in_axes", [0, 1, 2])
+def test_positions_of_a_batch_are_jaxs(name: str, in_axes: int):
+    x = jax.random.normal(jax.random.key(0), (4, 5, 6))
+    taken = by_extreme(jax.make_jaxpr(partial(POSITIONS[name], axis=1))(x[0]).eqns[0])
+    assert taken is not None
+    batched = jax.vmap(lambda x: jax.core.eval_jaxpr(taken.jaxpr, taken.consts, x)[0], in_axes)
+    moved = jnp.moveaxis(x, 0, in_axes)
+    assert jnp.array_equal(batched(moved), POSITIONS[name](x, 2))

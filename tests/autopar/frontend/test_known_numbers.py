@@ -101,3 +101,11 @@ def test_what_is_made_of_equal_numbers_is_sent_once():
     verified.check()
     (counts,) = (row for row in verified.rows if row.kind == "reduce_scatter" and row.nbytes == 2 * 4)
     assert (counts.planned, counts.compiled) == (1, 1)
+
+
+@pytest.mark.parametrize("which", [2, -1])
+def test_a_choice_beyond_all_cases_ends_nothing(which: int):
+    def chosen(x: jax.Array) -> jax.Array:
+        return x + jax.lax.select_n(jnp.full(X.shape, which, jnp.int32), jnp.zeros(X.shape), jnp.ones(X.shape))
+
+    assert jnp.array_equal(autopar.parallelize(chosen)(X), X + (which > 0))

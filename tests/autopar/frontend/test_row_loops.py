@@ -160,3 +160,39 @@ def test_microbatches_by_hand_stay_one_after_the_other() -> None:
 
     traced = autopar.parallelize(step).trace(PARAMS, BATCH)
     assert not loops_over_batch(traced.graph, traced.state_pairs)
+
+
+def shifted(params: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def body(last: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        made = of_row(params, row)
+        return lax.pad(last, made.sum(), [(-1, 1, 0)]), made
+
+    return lax.scan(body, jnp.zeros(4), batch)
+
+
+def put_together(params: Params, batch: jax.Array) -> tuple[Any, jax.Array]:
+    def body(carry: Any, row: jax.Array) -> tuple[Any, jax.Array]:
+        total, count = jax.device_put(carry)
+        made = of_row(params, row)
+        return (total + made, count + 1), made
+
+    return lax.scan(body, (jnp.zeros((6, 4)), jnp.zeros(())), batch)
+
+
+@pytest.mark.parametrize("fun", [shifted, put_together])
+def test_what_a_loop_carries_on_is_no_sum(fun: Callable[[Params, jax.Array], Any]):
+    ours, theirs = autopar.parallelize(fun)(PARAMS, BATCH), jax.jit(fun)(PARAMS, BATCH)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), ours, theirs)
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_each_row_draws_what_its_key_does(implementation: str):
+    def dropped(params: Params, batch: jax.Array, keys: jax.Array) -> jax.Array:
+        def of(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return of_row(params, row[0]) * jax.random.bernoulli(row[1], 0.5, (6, 4))
+
+        return lax.map(of, (batch, keys))
+
+    keys = jax.random.split(jax.random.key(0, impl=implementation), ROWS)
+    ours, theirs = autopar.parallelize(dropped)(PARAMS, BATCH, keys), jax.jit(dropped)(PARAMS, BATCH, keys)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-10)

@@ -54,3 +54,22 @@ def test_what_is_kept_of_a_graph_follows_a_rule_that_is_added_and_stays_at_home(
     assert group(graph).rules == rules_of(graph)
     assert "memo" in vars(graph)
     assert "memo" not in vars(pickle.loads(pickle.dumps(graph)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_exact"),
+    [
+        ("bfloat16", "float32", True),
+        ("float16", "float32", True),
+        ("float32", "float64", True),
+        ("float32", "bfloat16", False),
+        ("float16", "bfloat16", False),
+        ("bfloat16", "float16", False),
+        ("int32", "float32", False),
+    ],
+)
+def test_parts_of_sums_go_on_where_a_cast_keeps_every_number(before: str, after: str, is_exact: bool):
+    types = (TensorType(shape=(8,), dtype=before), TensorType(shape=(8,), dtype=after))
+    node = Node(primitive="convert_element_type", inputs=(0,), outputs=(1,), params={"new_dtype": after})
+    graph = Graph(types=types, nodes=(node,), inputs=(0,), outputs=(1,))
+    assert any(factor.partial for factor in rule_of(node, graph).factors) == is_exact
