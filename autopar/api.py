@@ -19,7 +19,13 @@ from autopar.cache import PlanCache
 from autopar.compilation import Compilations
 from autopar.distributed import made
 from autopar.errors import ArgumentError, explain
-from autopar.frontend import Names, Positions, Traced, signature_of
+from autopar.frontend import (
+    Names,
+    Positions,
+    Traced,
+    modules,
+    signature_of,
+)
 from autopar.jax_compat import Device
 from autopar.options import Arriving, Options, Settings
 from autopar.plan import PipelinePlan, Plan
@@ -167,7 +173,13 @@ class ParallelFunction(Generic[Params, Result]):
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The types of the results of `fun(*args, **kwargs)`, as `jax.ShapeDtypeStruct`s, without a plan."""
-        return jax.jit(self._fun, **self._jit).eval_shape(*args, **kwargs)
+        dynamic, _ = self.signature.split(args, kwargs)
+        library = modules.library_of(dynamic)
+        if library is None or modules.are_arrays(dynamic):
+            return jax.jit(self._fun, **self._jit).eval_shape(*args, **kwargs)
+        with library.entered(dynamic) as (arrays, finish):
+            args, kwargs = self.signature.merge(arrays, args, kwargs)
+            return finish(jax.jit(library.pure(self._fun), **self._jit).eval_shape(*args, **kwargs))
 
     def clear_cache(self) -> None:
         """Forgets all that was traced, planned and compiled; plans that are kept in files stay there."""
@@ -205,7 +217,7 @@ class ParallelFunction(Generic[Params, Result]):
             jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding, weak_type=struct.weak_type)
             for struct, sharding in zip(compilation.structs, compilation.placements(), strict=True)
         ]
-        return jax.tree.unflatten(jax.tree.structure(dynamic), leaves)
+        return modules.with_leaves(jax.tree.unflatten(jax.tree.structure(modules.without_leaves(dynamic)), leaves))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, others: Sequence[Any] = ()) -> Any:
         """The state `init_fn(*args)`, the first argument of this function, made where it will be read.
@@ -215,7 +227,11 @@ class ParallelFunction(Generic[Params, Result]):
         planned or called with such a state before. Raises ArgumentError where it has not, and DeviceError on devices
         that are described to be compiled for.
         """
-        state = jax.eval_shape(init_fn, *args)
+
+        def arrays(*args: Any) -> Any:
+            return modules.without_leaves(init_fn(*args))
+
+        state = jax.eval_shape(arrays, *args)
         known = self.compilations.about(state)
         compilation = self.compilations.of((state, *others), {}) if others else known and known[0]
         if compilation is None:
@@ -223,7 +239,7 @@ class ParallelFunction(Generic[Params, Result]):
             remedy = "pass that, or its types: init(init_fn, key, others=(batch,))"
             raise ArgumentError(explain(f"{self.signature.function}.init()", rule, self.signature.source, remedy))
         count = len(jax.tree.leaves(state))
-        return made(init_fn, args, compilation.placements()[:count])
+        return modules.with_leaves(made(arrays, args, compilation.placements()[:count]))
 
     def batches(
         self, source: Iterable[Any], *, prefetch: int = 2, position: Any = None, own_rows: bool = False

@@ -15,13 +15,12 @@ from autopar.distributed import Processes, among
 from autopar.errors import ArgumentError, DeviceError, explain
 from autopar.following import Following, following
 from autopar.frontend import (
-    Library,
     Placed,
     Signature,
     Traced,
     Type,
     arriving,
-    library_of,
+    modules,
     structs_of,
     trace,
     types_of,
@@ -266,8 +265,8 @@ class Compilations:
     known: dict[_Key, Compilation] = field(default_factory=dict[_Key, Compilation])
     latest: dict[_Call, Compilation] = field(default_factory=dict)
     """The last compilation that ran for a pytree, static values and a configuration: its types are asked for first."""
-    library: Library | None = None
-    pure: dict[Library, Compilations] = field(default_factory=dict)
+    library: modules.Library | None = None
+    pure: dict[modules.Library, Compilations] = field(default_factory=dict)
     """The same function of arrays alone, for each library of whose modules it was called with."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -315,7 +314,8 @@ class Compilations:
         """
         leaves, tree = jax.tree.flatten(value)
         types = types_of(leaves)
-        for (whole, _, known, _, _), compilation in reversed(self.known.items()):
+        every = [item for each in (*self.pure.values(), self) for item in each.known.items()]
+        for (whole, _, known, _, _), compilation in reversed(every):
             arguments = whole.children()[0].children()
             first = sum(argument.num_leaves for argument in arguments[:position])
             at = slice(first, first + len(types))
@@ -387,11 +387,11 @@ class Compilations:
         """The sharding of each argument that comes placed and is to stay there."""
         return arriving(leaves) if self.settings.placed == "keep" else ()
 
-    def _library(self, dynamic: Any) -> Library | None:
+    def _library(self, dynamic: Any) -> modules.Library | None:
         """The library whose modules are among the arguments; None where they are taken apart already."""
-        return None if self.library else library_of(dynamic)
+        return None if self.library else modules.library_of(dynamic)
 
-    def _of(self, library: Library) -> Compilations:
+    def _of(self, library: modules.Library) -> Compilations:
         if library not in self.pure:
             self.pure[library] = replace(
                 self, fun=library.pure(self.fun), known={}, latest={}, pure={}, library=library

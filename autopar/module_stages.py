@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.frontend import Library, Signature
+from autopar.frontend import Signature, modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class OfModules:
     """
 
     _program: Any
-    _library: Library
+    _library: modules.Library
     _signature: Signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """The JAX function and its arguments as a traced program: call signatures, argument types and the planner's graph."""
 
+from autopar.frontend import modules
 from autopar.frontend.arguments import (
     Names,
     Positions,
@@ -11,7 +12,6 @@ from autopar.frontend.arguments import (
 )
 from autopar.frontend.constraints import constrain
 from autopar.frontend.flattening import Body, Equation, flatten
-from autopar.frontend.modules import Library, library_of
 from autopar.frontend.placements import Placed, arriving, devices_of, left_to_plan
 from autopar.frontend.primitives import plain_params
 from autopar.frontend.tracing import Traced, trace
@@ -19,7 +19,6 @@ from autopar.frontend.tracing import Traced, trace
 __all__ = [
     "Body",
     "Equation",
-    "Library",
     "Names",
     "Placed",
     "Positions",
@@ -31,7 +30,7 @@ __all__ = [
     "devices_of",
     "flatten",
     "left_to_plan",
-    "library_of",
+    "modules",
     "plain_params",
     "signature_of",
     "structs_of",

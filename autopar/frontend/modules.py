@@ -63,22 +63,33 @@ class _Equinox:
     def pure(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fun)
         def pure(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _with_leaves((args, kwargs))
+            args, kwargs = with_leaves((args, kwargs))
             return _without_leaves(fun(*args, **kwargs))
 
         return pure
 
     @contextmanager
     def entered(self, dynamic: Any) -> Iterator[Entered]:
-        yield _without_leaves(dynamic), _with_leaves
+        yield _without_leaves(dynamic), with_leaves
+
+
+def are_arrays(tree: Any) -> bool:
+    """Whether all leaves of a tree are arrays or numbers, as `jax.jit` takes them."""
+    return all(isinstance(x, (*ARRAYS, int, float, complex)) for x in jax.tree.leaves(tree))
+
+
+def without_leaves(tree: Any) -> Any:
+    """The tree with a static node for each leaf that is no array, where it has modules of Equinox's."""
+    return _without_leaves(tree) if _EQUINOX.is_in(tree) else tree
 
 
 def _without_leaves(tree: Any) -> Any:
-    """The tree with a static node for each leaf that is no array."""
     return jax.tree.map(lambda x: x if isinstance(x, ARRAYS) else _Static(x, type(x)), tree)
 
 
-def _with_leaves(tree: Any) -> Any:
+def with_leaves(tree: Any) -> Any:
+    """The tree with the leaves that are no arrays again."""
+
     def is_static(x: object) -> bool:
         return isinstance(x, _Static)
 

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,12 @@ from autopar.distributed import placed
 from autopar.errors import ArgumentError, explain
 
 _END = object()
+
+_Types = tuple[object, tuple[tuple[tuple[int, ...], str], ...]]
+"""A pytree, and the shape and dtype of each leaf."""
+
+_Targets = Mapping[_Types, Sequence[Sharding]]
+"""The shardings in which elements of these types are read."""
 
 _LEAVE_SECONDS = 5.0
 """So long the end of a program waits for elements that are being fetched: a source may wait for ever."""
@@ -47,7 +53,7 @@ class _Reader(threading.Thread):
         super().__init__(name="autopar batches", daemon=True)
         self._source, self._position = source, position
         self._has_state, self._own_rows = has_state, own_rows
-        self._requests: deque[list[Sharding] | None] = deque([None] * prefetch)
+        self._requests: deque[_Targets] = deque([{}] * prefetch)
         self._ahead: deque[_Element] = deque()
         self._is_closed = False
         self._changed = threading.Condition()
@@ -74,8 +80,8 @@ class _Reader(threading.Thread):
             self._changed.wait_for(lambda: self._ahead or self._is_closed)
             return _Element() if self._is_closed else self._ahead[0]
 
-    def take(self, targets: list[Sharding] | None) -> None:
-        """Takes the element that is due, and asks for one more, in these shardings.
+    def take(self, targets: _Targets) -> None:
+        """Takes the element that is due, and asks for one more, in the shardings for its types.
 
         So each process has the same elements in them, however fast it fetches.
         """
@@ -91,7 +97,7 @@ class _Reader(threading.Thread):
             self._ahead.clear()
             self._changed.notify_all()
 
-    def _fetched(self, targets: list[Sharding] | None) -> _Element:
+    def _fetched(self, targets: _Targets) -> _Element:
         """The next element and where to go on behind it."""
         try:
             batch = next(self._source, _END)
@@ -100,7 +106,8 @@ class _Reader(threading.Thread):
             self._position = self._source.get_state() if self._has_state else self._position + 1
             if self._own_rows:
                 return _Element(jax.tree.map(_joined, batch), self._position, is_placed=True)
-            return _Element(_placed(batch, targets), self._position, is_placed=targets is not None)
+            known = targets.get(_types_of(batch)) if targets else None
+            return _Element(_placed(batch, known), self._position, is_placed=known is not None)
         except BaseException as error:  # of whatever kind: it is raised where the element is due
             return _Element(error=error)
 
@@ -147,7 +154,7 @@ class Batches(Iterator[Any]):
             iterator = itertools.islice(iterator, position, None)
         self.position = iterator.get_state() if has_state else position or 0
         self._shardings = shardings
-        self._targets: list[Sharding] | None = None
+        self._targets: _Targets = {}
         self._reader = _Reader(iterator, self.position, prefetch, has_state=has_state, own_rows=own_rows)
         self._close = weakref.finalize(self, self._reader.close)
         _end_in_order()
@@ -161,8 +168,10 @@ class Batches(Iterator[Any]):
             raise StopIteration
         batch = element.batch
         if not element.is_placed:  # in this thread: processes ask each other where it is read
-            self._targets = self._targets or self._shardings(batch)
-            batch = _placed(batch, self._targets)
+            types = _types_of(batch)
+            if types not in self._targets and (shardings := self._shardings(batch)) is not None:
+                self._targets = {**self._targets, types: shardings}
+            batch = _placed(batch, self._targets.get(types))
         self._reader.take(self._targets)
         self.position = element.position
         return batch
@@ -172,7 +181,12 @@ class Batches(Iterator[Any]):
         self._close()
 
 
-def _placed(batch: Any, targets: list[Sharding] | None) -> Any:
+def _types_of(batch: Any) -> _Types:
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
+
+
+def _placed(batch: Any, targets: Sequence[Sharding] | None) -> Any:
     """An element with its leaves in these shardings; as it is where they are not known yet."""
     if targets is None:
         return batch

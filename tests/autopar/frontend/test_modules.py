@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import autopar
-from autopar.frontend import library_of
+from autopar.frontend import modules
 from tests.sample import slow
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
@@ -142,9 +142,9 @@ def test_a_step_for_filter_jit_takes_leaves_that_are_no_arrays(planner: Any):
 
 
 def test_modules_alone_are_taken_apart():
-    assert library_of(((X, {"state": nnx.state(Net(True))}), {})) is None
-    assert library_of(((X, Net(True)), {})) is not None
-    assert library_of(((), {"model": [Layers()]})) is not None
+    assert modules.library_of(((X, {"state": nnx.state(Net(True))}), {})) is None
+    assert modules.library_of(((X, Net(True)), {})) is not None
+    assert modules.library_of(((), {"model": [Layers()]})) is not None
 
 
 def test_a_step_of_which_nothing_is_computed_warns():
@@ -153,3 +153,25 @@ def test_a_step_of_which_nothing_is_computed_warns():
 
     with pytest.warns(UserWarning, match="nothing of it is computed"):
         autopar.parallelize(lost)({"x": X})
+
+
+def test_a_module_of_equinox_is_made_and_described_as_others_are():
+    def step(model: eqx.nn.MLP, x: jax.Array) -> tuple[eqx.nn.MLP, jax.Array]:
+        loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(x) - x) ** 2))(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+
+    def init(key: jax.Array) -> eqx.nn.MLP:
+        return eqx.nn.MLP(8, 8, 16, 2, key=key)
+
+    parallel = autopar.parallelize(step, planner=autopar.Zero(3))
+    model = init(jax.random.key(0))
+    made = parallel.init(init, jax.random.key(0), others=(X,))
+    assert_close(made, model)
+    (placed, of_batch), _ = parallel.placement(model, X)
+    assert jax.tree.structure(placed) == jax.tree.structure(model)
+    assert placed.activation is model.activation
+    assert placed.layers[0].weight.sharding == made.layers[0].weight.sharding
+    after, loss = parallel.eval_shape(model, X)
+    assert after.activation is model.activation
+    assert (loss.shape, after.layers[0].weight.shape) == ((), (16, 8))
+    assert all(batch.sharding == of_batch.sharding for batch in parallel.batches([X, X, X]))

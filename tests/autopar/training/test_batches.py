@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import autopar
 from autopar import DataParallel
@@ -201,3 +201,16 @@ def test_which_elements_are_placed_does_not_depend_on_how_fast_they_are_fetched(
     goes_on.set()
     placed += batches
     assert [isinstance(batch["x"], jax.Array) for batch in placed] == [False] + [True] * 5
+
+
+def test_the_last_batch_may_be_smaller():
+    cut, whole = (NamedSharding(jax.make_mesh((8,), ("x",)), PartitionSpec(axes)) for axes in ("x", None))
+    sizes = [16, 16, 16, 13, 16, 13, 5]
+    source = [{"x": np.full((n, 2), float(n), np.float32)} for n in sizes]
+    known = {16: [cut], 13: [whole]}
+    batches = Batches(source, lambda batch: known.get(len(batch["x"])), 2)
+    for batch, given in zip(batches, source, strict=True):
+        np.testing.assert_array_equal(batch["x"], given["x"])
+        rows = len(given["x"])
+        assert rows == 5 or batch["x"].sharding == known[rows][0]
+    assert batches.position == len(sizes)
