@@ -15,6 +15,7 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import NoLegalPlanError, PlanningError, close, explain
 from passes.intra_op.assembly import Assembly
 from passes.ir import Graph, TensorType
+from passes.plan import json as plan_json
 from passes.sharding import ShardingSpec, parse_spec, spec_on
 from passes.text import plain_integer
 
@@ -62,7 +63,9 @@ def _spec(pattern: object, placement: object) -> ShardingSpec:
 
 
 def _is_axis(name: object, size: object) -> bool:
-    return isinstance(name, str) and name.isidentifier() and type(size) is int and size > 0
+    """Whether XLA takes the name, which ends the process for others, and a plan's file means it."""
+    is_name = isinstance(name, str) and name.isascii() and name.isidentifier() and name != plan_json.FORBIDDEN
+    return is_name and type(size) is int and size > 0
 
 
 def checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:
@@ -72,7 +75,7 @@ def checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:
     written: Mapping[object, object] = cast("Any", mesh) if isinstance(mesh, Mapping) else {}
     axes: dict[object, object] = {name: plain_integer(size) for name, size in written.items()}
     if not axes or not all(_is_axis(name, size) for name, size in axes.items()):
-        rule = "a mesh is a dict from names of axes to whole numbers of devices"
+        rule = "a mesh is a dict from names of axes, of letters, digits and _ each, to whole numbers of devices"
         raise PlanningError(explain(f"mesh={mesh!r:.60}", rule, "", 'write, say, mesh={"data": 4, "model": 2}'))
     return tuple(cast("Mapping[str, int]", axes).items())
 

@@ -54,7 +54,7 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
         batch = {v: 1 for v in stacks if graph.types[v].rank > 1 and not graph.types[v].dtype.startswith("key<")}
     else:
         at = batch_inputs(graph, assembly.state_pairs) if batch_at is None else batch_at
-        batch = {graph.inputs[i]: 0 for i in at}
+        batch = {graph.inputs[i]: int(_is_in_parts(graph, graph.inputs[i])) for i in at}
     if not batch:
         rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
         remedy = f"return the state that the step updates, {OTHERWISE}, or use planner=Auto()"
@@ -70,6 +70,22 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
         batch_classes=on_batch,
         aligned_classes=aligned,
     )
+
+
+def _is_in_parts(graph: Graph, value: int) -> bool:
+    """Whether loops with a whole step in them read an input, and nothing else, part by part: the user adds gradients of
+    microbatches up, and the rows of each are cut.
+    """
+    if graph.types[value].rank < 2:
+        return False
+    for reader in graph.consumers.get(value, ()):
+        node = graph.nodes[reader]
+        control = control_of(node, graph)
+        if control is None or not any(body.is_step for body in control.bodies):
+            return False
+        if not all(use.stacked for v, use in zip(node.inputs, control.operands, strict=True) if v == value):
+            return False
+    return bool(graph.consumers.get(value))
 
 
 def frozen(graph: Graph, state_pairs: StatePairs, batch: Collection[int]) -> frozenset[int]:

@@ -29,7 +29,7 @@ from passes.plan.text import placement_text
 from passes.sharding import ShardingSpec, parse_spec
 
 _SPEC = re.compile(r"\[[^\[\]]*\](?: \w+@[^\s\[\]]+)?")
-_AXIS = r"[A-Za-z_]\w*"
+_AXIS = r"[^\s\[\],+@-][^\s\[\],+@]*"
 _DIM = rf"(?:-|{_AXIS}(?:\+{_AXIS})*)"
 _WELL_FORMED = re.compile(rf"\[(?:{_DIM}(?:, {_DIM})*)?\](?: (?:add|max|min|mul|or|and)@{_AXIS}(?:\+{_AXIS})*)?")
 
@@ -186,13 +186,13 @@ def numbers(values: Mapping[str, float]) -> dict[str, float | str]:
     return {name: number(value) for name, value in values.items()}
 
 
-_FORBIDDEN = "forbidden"
+FORBIDDEN = "forbidden"
 
 
 def mesh_to_json(mesh: Mesh) -> dict[str, object]:
     """The mesh as `mesh_from_json` reads it."""
     axes: dict[str, object] = dict(zip(mesh.axes, mesh.sizes, strict=True))
-    return axes | ({_FORBIDDEN: list(mesh.forbidden)} if mesh.forbidden else {})
+    return axes | ({FORBIDDEN: list(mesh.forbidden)} if mesh.forbidden else {})
 
 
 def mesh_from_json(axes: Fields, cluster: Cluster) -> Mesh:
@@ -200,12 +200,12 @@ def mesh_from_json(axes: Fields, cluster: Cluster) -> Mesh:
 
     Raises PlanningError for axes that cannot be, or too few devices.
     """
-    written = axes.data.get(_FORBIDDEN)
+    written = axes.data.get(FORBIDDEN)
     forbidden = tuple(map(str, cast("Sequence[object]", written))) if isinstance(written, list) else ()
-    axes = as_object({name: size for name, size in axes.data.items() if not (forbidden and name == _FORBIDDEN)}, "mesh")
+    axes = as_object({name: size for name, size in axes.data.items() if not (forbidden and name == FORBIDDEN)}, "mesh")
     for name in axes.data:
         if not re.fullmatch(_AXIS, name):
-            raise PlanningError(f"mesh axis {name!r} is not a name; write letters, digits and underscores")
+            raise PlanningError(f"mesh axis {name!r} is not a name; write no spaces, brackets, commas, + or @")
         if axes.int(name) < 1:
             raise PlanningError(f"mesh axis {name!r} has size {axes.int(name)}; the least is 1")
     sizes = tuple(axes.int(name) for name in axes.data)

@@ -1,5 +1,7 @@
 """Placements and a mesh that a user chose: kept by the plan, cheaper without, refused with what is possible."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -252,3 +254,22 @@ def test_stages_are_searched_in_the_number_asked_for_around_pins_and_forbidden_k
 def test_axes_within_a_host_are_in_the_order_that_may_be_fastest(text: str, shapes: list[tuple[int, ...]]) -> None:
     cluster = parse_cluster(text)
     assert {mesh.sizes for mesh in layouts(cluster, cluster.n_devices, 2)} == set(shapes)
+
+
+@pytest.mark.parametrize("name", ["é", "forbidden", "data-parallel", ""])
+def test_a_name_that_xla_or_a_file_does_not_take_is_refused(name: str):
+    with pytest.raises(PlanningError, match="letters, digits and _"):
+        checked_mesh({name: 8})
+
+
+def test_a_plan_on_a_mesh_of_the_users_is_read_whatever_its_axes_are_called(tmp_path: Path):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data-parallel",))
+
+    def summed(x: jax.Array) -> jax.Array:
+        spec = jax.sharding.PartitionSpec("data-parallel")
+        mapped = jax.shard_map(lambda x: x.sum(keepdims=True), mesh=mesh, in_specs=spec, out_specs=spec)
+        return mapped(x)
+
+    plan = autopar.parallelize(summed).plan(jnp.ones(16))
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json").mesh.axes == ("data-parallel",)
