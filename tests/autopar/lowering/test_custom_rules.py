@@ -202,3 +202,16 @@ def test_keys_reach_a_rule_as_keys() -> None:
     )
     key = jax.random.key(0)
     assert rule_for(made, key, np.ones(8, np.float32)).operands == ((), (-1,))
+
+
+def test_a_primitive_without_a_rule_for_batches_runs_in_microbatches():
+    square = primitive_of(lambda x: x * x)
+    autopar.register_rule(square, "b d -> b d")
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        share = square.bind(x).sum(-1)  # of the batch alone, and of all of it
+        return ((x @ weights).sum(-1) * share).sum() / share.sum()
+
+    gradient = jax.grad(loss)
+    ours = autopar.parallelize(gradient, microbatches=2)(W, X)
+    np.testing.assert_allclose(ours, jax.jit(gradient)(W, X), rtol=1e-5, atol=1e-5)
