@@ -19,13 +19,7 @@ from autopar.cache import PlanCache
 from autopar.compilation import Compilations
 from autopar.distributed import made
 from autopar.errors import ArgumentError, explain
-from autopar.frontend import (
-    Names,
-    Positions,
-    Traced,
-    modules,
-    signature_of,
-)
+from autopar.frontend import Names, Positions, Traced, modules, signature_of
 from autopar.jax_compat import Device
 from autopar.options import Arriving, Options, Settings
 from autopar.plan import PipelinePlan, Plan
@@ -174,12 +168,10 @@ class ParallelFunction(Generic[Params, Result]):
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The types of the results of `fun(*args, **kwargs)`, as `jax.ShapeDtypeStruct`s, without a plan."""
         dynamic, _ = self.signature.split(args, kwargs)
-        library = modules.library_of(dynamic)
-        if library is None or modules.are_arrays(dynamic):
+        if not modules.EQUINOX.is_in(dynamic):
             return jax.jit(self._fun, **self._jit).eval_shape(*args, **kwargs)
-        with library.entered(dynamic) as (arrays, finish):
-            args, kwargs = self.signature.merge(arrays, args, kwargs)
-            return finish(jax.jit(library.pure(self._fun), **self._jit).eval_shape(*args, **kwargs))
+        args, kwargs = self.signature.merge(modules.without_leaves(dynamic), args, kwargs)
+        return modules.with_leaves(jax.jit(modules.EQUINOX.pure(self._fun), **self._jit).eval_shape(*args, **kwargs))
 
     def clear_cache(self) -> None:
         """Forgets all that was traced, planned and compiled; plans that are kept in files stay there."""

@@ -38,7 +38,7 @@ class Library(Protocol):
 
 def library_of(dynamic: Any) -> Library | None:
     """The library whose modules are among the arguments; None for pytrees of arrays."""
-    return next((library for library in (_NNX, _EQUINOX) if library.is_in(dynamic)), None)
+    return next((library for library in (_NNX, EQUINOX) if library.is_in(dynamic)), None)
 
 
 @register_static
@@ -73,14 +73,9 @@ class _Equinox:
         yield _without_leaves(dynamic), with_leaves
 
 
-def are_arrays(tree: Any) -> bool:
-    """Whether all leaves of a tree are arrays or numbers, as `jax.jit` takes them."""
-    return all(isinstance(x, (*ARRAYS, int, float, complex)) for x in jax.tree.leaves(tree))
-
-
 def without_leaves(tree: Any) -> Any:
     """The tree with a static node for each leaf that is no array, where it has modules of Equinox's."""
-    return _without_leaves(tree) if _EQUINOX.is_in(tree) else tree
+    return _without_leaves(tree) if EQUINOX.is_in(tree) else tree
 
 
 def _without_leaves(tree: Any) -> Any:
@@ -198,4 +193,4 @@ def _graphs_alone(tree: Any) -> Any:
     return jax.tree.map(lambda x: x if is_graph(x) else None, tree, is_leaf=is_graph)
 
 
-_NNX, _EQUINOX = _Nnx(), _Equinox()
+_NNX, EQUINOX = _Nnx(), _Equinox()

@@ -39,12 +39,15 @@ BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("b
 PLACED = frozenset({"sharding_constraint", "shard_map"})
 """Primitives whose parameters read differently for other operands."""
 
-ALONE = (
-    frozenset(
-        {"cond", "pure_callback", "io_callback", "debug_callback", "ffi_call", "rng_bit_generator", "rng_uniform"}
-    )
-    | PLACED
-)
+ALONE = PLACED | {
+    "cond",
+    "pure_callback",
+    "io_callback",
+    "debug_callback",
+    "ffi_call",
+    "rng_bit_generator",
+    "rng_uniform",
+}
 """Primitives that are another thing for several rows at once: both branches, fewer calls, other dimensions, numbers
 that the first row's key draws for all.
 """

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from autopar.distributed import placed
 from autopar.errors import ArgumentError, explain
+from autopar.frontend import types_of
 
 _END = object()
 
-_Types = tuple[object, tuple[tuple[tuple[int, ...], str], ...]]
-"""A pytree, and the shape and dtype of each leaf."""
-
-_Targets = Mapping[_Types, Sequence[Sharding]]
-"""The shardings in which elements of these types are read."""
+_Targets = Mapping[Hashable, Sequence[Sharding]]
+"""The shardings in which elements of a tree and types are read."""
 
 _LEAVE_SECONDS = 5.0
 """So long the end of a program waits for elements that are being fetched: a source may wait for ever."""
@@ -106,7 +104,7 @@ class _Reader(threading.Thread):
             self._position = self._source.get_state() if self._has_state else self._position + 1
             if self._own_rows:
                 return _Element(jax.tree.map(_joined, batch), self._position, is_placed=True)
-            known = targets.get(_types_of(batch)) if targets else None
+            known = targets.get(_types_of(batch))
             return _Element(_placed(batch, known), self._position, is_placed=known is not None)
         except BaseException as error:  # of whatever kind: it is raised where the element is due
             return _Element(error=error)
@@ -181,9 +179,9 @@ class Batches(Iterator[Any]):
         self._close()
 
 
-def _types_of(batch: Any) -> _Types:
+def _types_of(batch: Any) -> Hashable:
     leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple((np.shape(leaf), str(getattr(leaf, "dtype", type(leaf)))) for leaf in leaves)
+    return tree, types_of(leaves)
 
 
 def _placed(batch: Any, targets: Sequence[Sharding] | None) -> Any:

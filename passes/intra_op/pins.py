@@ -63,7 +63,9 @@ def _spec(pattern: object, placement: object) -> ShardingSpec:
 
 
 def _is_axis(name: object, size: object) -> bool:
-    """Whether XLA takes the name, which ends the process for others, and a plan's file means it."""
+    """Whether this is an axis and its size: XLA ends the process for a name that is not of ASCII, and in the files of
+    plans one name is taken.
+    """
     is_name = isinstance(name, str) and name.isascii() and name.isidentifier() and name != plan_json.FORBIDDEN
     return is_name and type(size) is int and size > 0
 
@@ -75,7 +77,7 @@ def checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:
     written: Mapping[object, object] = cast("Any", mesh) if isinstance(mesh, Mapping) else {}
     axes: dict[object, object] = {name: plain_integer(size) for name, size in written.items()}
     if not axes or not all(_is_axis(name, size) for name, size in axes.items()):
-        rule = "a mesh is a dict from names of axes, of letters, digits and _ each, to whole numbers of devices"
+        rule = "a mesh is a dict from names of axes (ASCII letters, digits, _; not 'forbidden') to numbers of devices"
         raise PlanningError(explain(f"mesh={mesh!r:.60}", rule, "", 'write, say, mesh={"data": 4, "model": 2}'))
     return tuple(cast("Mapping[str, int]", axes).items())
 

@@ -73,19 +73,15 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
 
 
 def _is_in_parts(graph: Graph, value: int) -> bool:
-    """Whether loops with a whole step in them read an input, and nothing else, part by part: the user adds gradients of
-    microbatches up, and the rows of each are cut.
+    """Whether a loop with a whole step in it takes an input part by part: the user adds gradients of microbatches up,
+    and the rows of each are cut.
     """
-    if graph.types[value].rank < 2:
-        return False
-    for reader in graph.consumers.get(value, ()):
-        node = graph.nodes[reader]
+    for node in (graph.nodes[reader] for reader in graph.consumers.get(value, ())):
         control = control_of(node, graph)
-        if control is None or not any(body.is_step for body in control.bodies):
-            return False
-        if not all(use.stacked for v, use in zip(node.inputs, control.operands, strict=True) if v == value):
-            return False
-    return bool(graph.consumers.get(value))
+        if control is not None and any(body.is_step for body in control.bodies):
+            uses = zip(node.inputs, control.operands, strict=True)
+            return graph.types[value].rank > 1 and all(use.stacked for v, use in uses if v == value)
+    return False
 
 
 def frozen(graph: Graph, state_pairs: StatePairs, batch: Collection[int]) -> frozenset[int]:

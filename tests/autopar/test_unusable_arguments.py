@@ -114,5 +114,4 @@ def test_the_way_to_a_static_argument_is_one_that_jit_takes():
 def test_a_static_argument_without_a_hash_is_said_once():
     with pytest.raises(autopar.ArgumentError, match="must be hashable") as raised:
         autopar.parallelize(lambda x, n: x, static_argnums=1)(1.0, [1])
-    assert "During handling" not in "".join(traceback.format_exception(raised.value)).split("unusable")[0]
-    assert not isinstance(raised.value.__context__, autopar.ArgumentError)
+    assert "".join(traceback.format_exception(raised.value)).count("ArgumentError: ") == 1

@@ -49,7 +49,18 @@ def test_rows_are_cut_and_gradients_reduced_once():
     plan = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(*drawn())
     specs = {name: str(spec) for name, spec in zip(plan.input_names, plan.inputs, strict=True)}
     assert (specs["xs"], specs["ys"]) == ("[-, data, -]", "[-, data, -]")
-    assert sum(c.count for c in plan.collectives if c.nbytes > 8) <= 2
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}
+    weights = [c for c in plan.collectives if c.nbytes > 8]
+    assert sum(c.count for c in weights) == 2
+
+
+def test_rows_are_cut_where_all_of_them_are_looked_at_beside_the_loop():
+    def averaged(params: Any, xs: jax.Array, ys: jax.Array) -> Any:
+        updated, value = step(params, xs, ys)
+        return updated, value / jnp.abs(ys).sum()
+
+    plan = autopar.parallelize(averaged, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(*drawn())
+    assert [str(spec) for spec in plan.inputs[-2:]] == ["[-, data, -]"] * 2
     assert {c.kind for c in plan.collectives} == {"all_reduce"}
 
 

@@ -118,7 +118,7 @@ ALL_AT_ONE: dict[str, Taken] = {
         lambda table: (table[jnp.zeros(ROWS, int)] * h[:, 0]).sum()
     )(h[:, 1]),
     "a segment": lambda h: jax.ops.segment_sum(h[:, 0], jnp.zeros(ROWS, int), ROWS),
-    "counted in eight bits": lambda h: jnp.tile(h[:, 0], (20, 1))[lax.iota("uint8", 20 * ROWS), jnp.tile(CHOSEN, 20)],
+    "counted in eight bits": lambda h: jnp.repeat(h[:, 0], 20, 0)[lax.iota("uint8", 20 * ROWS), jnp.tile(CHOSEN, 20)],
 }
 
 
