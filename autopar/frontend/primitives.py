@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -274,6 +275,8 @@ def _plain(value: Any) -> object:
             return {str(key): _plain(item) for key, item in sorted(value.items(), key=str) if not _is_code(item)}
         case frozenset() | set():
             return tuple(sorted(map(str, value)))
+        case object() if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
         case np.ndarray() if value.size <= _LARGEST_ARRAY_PARAM:
             return _plain(value.tolist())
         case np.ndarray():

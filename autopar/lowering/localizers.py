@@ -194,6 +194,19 @@ def _fill(value: Any, dtype: Any) -> Any:
     return jnp.asarray(info.min if jnp.issubdtype(dtype, np.signedinteger) else info.max, dtype)
 
 
+@localizes("ragged_dot_general")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """The product of these rows, whose groups are what falls into this piece of the groups of all rows."""
+    lhs, rhs, sizes = operands
+    (ragged,) = cut.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    axes = cut.placement.operands[0].dims[ragged]
+    (_, batch), extent = cut.params["ragged_dot_dimension_numbers"].dot_dimension_numbers, lhs.shape[ragged]
+    if axes and ragged not in batch[0]:
+        ends = jnp.cumsum(sizes, -1, dtype=sizes.dtype) - offset(cut, axes, extent, sizes.dtype)
+        sizes = jnp.diff(jnp.clip(ends, 0, extent), axis=-1, prepend=0)
+    return rebind(cut, (lhs, rhs, sizes))
+
+
 @localizes("conv_general_dilated")
 def _(cut: Cut, operands: Arrays) -> Arrays:
     return rebind(cut, operands, **group_counts(cut, operands))

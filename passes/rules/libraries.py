@@ -8,18 +8,13 @@ from passes.ir import Node
 from passes.rules.elementwise import pointwise
 from passes.rules.registry import ShardingRule, Types, build, rule
 
-
-@rule("unvmap_any", "unvmap_all")
-def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    """Booleans are summed in no dtype that collectives have: these few are taken whole."""
-    (flags,) = operands
-    return build([(flags, [None] * flags.rank)], [(results[0], ())], flops=float(flags.size))
+_UNVMAPPED = {"unvmap_any": "or", "unvmap_all": "and", "unvmap_max": "max"}
 
 
-@rule("unvmap_max")
+@rule(*_UNVMAPPED)
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     labels = range(operands[0].rank)
-    reduce: dict[Hashable, str] = dict.fromkeys(labels, "max")
+    reduce: dict[Hashable, str] = dict.fromkeys(labels, _UNVMAPPED[node.primitive])
     return build([(operands[0], labels)], [(results[0], ())], reduce=reduce, flops=float(operands[0].size))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -32,6 +32,41 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         flops=2.0 * results[0].size * depth,
         light=False,
     )
+
+
+@rule("ragged_dot_general")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """Rows of one side in groups, each multiplied by a matrix of its own: as a product, but that groups stay whole.
+
+    Cut rows are those of other groups on each device, whose sizes there follow from those of all. The groups' own
+    dimension stays whole: which rows a group has is known only when it runs. A multiply-add of rows and the matrix of
+    their group is 2 flops; XLA:CPU, which multiplies all rows by all matrices, takes as many times more as there are
+    groups.
+    """
+    numbers = cast("Mapping[str, tuple[int, ...]]", node.params["ragged_dot_dimension_numbers"])
+    contract, batch = cast("tuple[tuple[tuple[int, ...], ...], ...]", numbers["dot_dimension_numbers"])
+    (ragged,) = numbers["lhs_ragged_dimensions"]
+    lhs, rhs, sizes = operands
+    of_lhs: list[str | None] = [f"m{d}" for d in range(lhs.rank)]
+    of_rhs: list[str | None] = [None if d in numbers["rhs_group_dimensions"] else f"n{d}" for d in range(rhs.rank)]
+    for kind, pairs in (("k", contract), ("b", batch)):
+        for i, (in_left, in_right) in enumerate(zip(*pairs, strict=True)):
+            of_lhs[in_left] = of_rhs[in_right] = f"{kind}{i}"
+    shared, contracted = ([f"{kind}{i}" for i in range(len(of[0]))] for kind, of in (("b", batch), ("k", contract)))
+    rows, columns = ([label for label in labels if label and label[0] in "mn"] for labels in (of_lhs, of_rhs))
+    groups = [None] if ragged in contract[0] else []
+    # Sizes may differ along what lies outside of the rows in groups, which they then have too.
+    around = shared if ragged in batch[0] else [*shared, *(contracted if groups else rows)]
+    outer = around[: sizes.rank - 1]
+    depth = size_of([lhs.shape[d] for d in contract[0]])
+    base = build(
+        [(lhs, of_lhs), (rhs, of_rhs), (sizes, [*outer, None])],
+        [(results[0], [*groups, *shared, *rows, *columns])],
+        reduce=dict.fromkeys(contracted, "add"),
+        flops=2.0 * results[0].size * depth / (sizes.shape[-1] if groups else 1),
+        light=False,
+    )
+    return replace(base, localized=True)
 
 
 _DECOMPOSITIONS = {

@@ -22,9 +22,10 @@ _KINDS = {
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     axes = cast("tuple[int, ...]", node.params["axes"])
     rank = operands[0].rank
-    # A boolean `or` is summed in no dtype that collectives have: it is cut only where it is not reduced.
     kind = _KINDS[node.primitive]
-    cut: dict[Hashable, str] = dict.fromkeys(axes, kind) if kind in ("add", "max", "min") else {}
+    # Collectives have no logic: any of booleans is their maximum, all is their minimum; bits of integers have neither.
+    joins = kind in ("add", "max", "min") or operands[0].dtype == "bool"
+    cut: dict[Hashable, str] = dict.fromkeys(axes, kind) if joins else {}
     labels = [d if d in cut or d not in axes else None for d in range(rank)]
     base = build(
         [(operands[0], labels)],

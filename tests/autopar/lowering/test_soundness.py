@@ -82,7 +82,7 @@ EACH = 3
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
-REDUCTIONS = {"add": np.sum, "max": np.max, "min": np.min}
+REDUCTIONS = {"add": np.sum, "max": np.max, "min": np.min, "or": np.any, "and": np.all}
 
 MESH = Mesh(axes=("x", "y"), sizes=(2, 2), cluster=parse_cluster("4:a100-80g"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,39 @@ def _products() -> list[Case]:
         ),
         Case("dot_general", _outer, (floats(4), floats(8)), "over none"),
     ]
+
+
+def _ragged() -> list[Case]:
+    """Groups that end inside of pieces, that are empty, and that leave the last rows to none."""
+    rows, sizes = floats(16, 8), np.asarray([5, 0, 8, 1], np.int32)
+    by_group, by_rows = floats(4, 8, 12), floats(16, 12)
+    at_once = np.stack([sizes, sizes[::-1], [16, 0, 0, 0], [0, 0, 0, 3]]).astype(np.int32)
+    within = (((0,), (0,)), ((), ()))
+    name = "ragged_dot_general"
+    return [
+        Case(name, lax.ragged_dot, (rows, by_group, sizes), "of rows"),
+        Case(name, partial(_ragged_dot, within, 0, ()), (rows, by_rows, sizes), "over rows"),
+        Case(name, jax.vmap(lax.ragged_dot), (floats(4, 16, 8), floats(4, 4, 8, 12), at_once), "of rows in batches"),
+        Case(
+            name,
+            jax.vmap(partial(_ragged_dot, within, 0, ())),
+            (floats(4, 16, 8), floats(4, 16, 12), at_once),
+            "over rows in batches",
+        ),
+        Case(
+            name,
+            partial(_ragged_dot, (((2,), (1,)), ((0,), (0,))), 0, ()),
+            (floats(16, 4, 8), floats(16, 8, 12), sizes),
+            "of batches",
+        ),
+    ]
+
+
+def _ragged_dot(
+    dims: Any, ragged: int, grouped: tuple[int, ...], x: jax.Array, y: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    numbers = lax.RaggedDotDimensionNumbers(dims, [ragged], grouped)
+    return lax.ragged_dot_general(x, y, sizes, numbers)
 
 
 def _outer(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -64,4 +98,4 @@ def _matrices() -> list[Case]:
 
 def cases() -> list[Case]:
     """Every case of this module."""
-    return [*_products(), *_matrices()]
+    return [*_products(), *_ragged(), *_matrices()]
