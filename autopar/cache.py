@@ -24,6 +24,8 @@ from autopar.frontend import Traced
 from passes.cluster import Cluster
 from passes.errors import PlanningError
 from passes.files import write_whole
+from passes.inter_op import SCHEDULES
+from passes.inter_op import build as schedule
 from passes.ir import Graph, Node
 from passes.plan import SCHEMA, AnyPlan, Operator, plan_from_json
 from passes.plan import json as plan_json
@@ -55,7 +57,8 @@ def key_of(
     """The key of the plan of a step as it was asked for; None for a planner that is not autopar's own, or a saved plan.
 
     `options` are what else was asked for, as plain data. Names and scopes of the user's code count, its line numbers
-    do not. Of a user's own sharding rules, those count that this step uses, as they come out for it.
+    do not. Of a user's own sharding rules, those count that this step uses, as they come out for it; of schedules, what
+    they do with a few stages.
     """
     described = _described(planner)
     if described is None:
@@ -68,6 +71,7 @@ def key_of(
         "program": graph.fingerprint,
         "names": _digest(repr((graph.input_names, graph.output_names, [node.scope for _, node in _nodes(graph)]))),
         "rules": _digest("\n".join(_own_rules(graph))),
+        "schedules": _digest("\n".join(_own_schedules())),
         "state_pairs": step.state_pairs,
         "donated": [i for i, is_donated in enumerate(step.donated) if is_donated],
         "batch": [i for i, is_batch in enumerate(step.named) if is_batch],
@@ -217,6 +221,25 @@ def _own_rules(graph: Graph) -> Iterator[str]:
     for inside, node in _nodes(graph):
         if node.primitive not in known and not node.subgraphs:
             yield f"{node.primitive} {rule_of(node, inside)!r}"
+
+
+_SEEN_ON = ((2, 4), (4, 8))
+"""Stages and microbatches on which a user's schedule is looked at: it is a function, and an edit of it shows there."""
+
+
+def _own_schedules() -> Iterator[str]:
+    """The schedules that users have added, by what they do."""
+    for name, builder in SCHEDULES.items():
+        if not getattr(builder, "__module__", "").startswith("passes."):
+            for stages, microbatches in _SEEN_ON:
+                yield f"{name} {_scheduled(name, stages, microbatches)}"
+
+
+def _scheduled(name: str, stages: int, microbatches: int) -> str:
+    try:
+        return repr(schedule(name, stages, microbatches))
+    except Exception as error:  # of the user's function, which need not take every number: that is what it does
+        return repr(error)
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -26,6 +26,19 @@ class Followed(Protocol):
     def plan(self) -> Plan | PipelinePlan: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _ThisPlan:
+    """A plan that equals itself alone."""
+
+    plan: Plan | PipelinePlan
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ThisPlan) and other.plan is self.plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+
 @dataclass(frozen=True, slots=True)
 class Following:
     """The plan of another function, where the state that it places is an argument of this one."""
@@ -34,9 +47,9 @@ class Following:
     plan: Plan | PipelinePlan
 
     @property
-    def key(self) -> int:
-        """A number that tells plans apart as long as they live."""
-        return id(self.plan)
+    def key(self) -> Hashable:
+        """The plan as a key, which keeps it: nothing else has its id as long as something is kept under it."""
+        return _ThisPlan(self.plan)
 
     def placed(
         self, signature: Signature, dynamic: Any, n_args: int, structs: Sequence[jax.ShapeDtypeStruct]

@@ -18,12 +18,8 @@ from autopar.errors import ArgumentError, UnboundPlanError, explain
 from autopar.jax_compat import PyTreeDef
 from passes import page
 from passes.errors import InternalError
-from passes.plan import AnyPlan
+from passes.plan import STAGE, AnyPlan
 from passes.sharding import ShardingSpec
-
-STAGE = "stage"
-"""The mesh axis over which the rows of an array lie whose pieces are on several stages."""
-
 
 Leaves = tuple[PyTreeDef, tuple[PartitionSpec, ...]]
 """A pytree of placements, taken apart."""

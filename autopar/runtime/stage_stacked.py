@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar import jax_compat
-from autopar.plan import STAGE
 from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.program import Donation
+from passes.plan import STAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

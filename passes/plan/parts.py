@@ -17,6 +17,9 @@ INTERRUPTED = "interrupted"
 LATE = "time limit"
 """The status of the best plan of a search that was given seconds which did not do."""
 
+STAGE = "stage"
+"""The mesh axis over which the rows of an array lie whose pieces are on several stages; no mesh of a stage has it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:

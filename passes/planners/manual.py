@@ -19,7 +19,7 @@ from passes.intra_op import Assembly, best, layouts, named, pins, restrictions
 from passes.ir import TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import body_of, check_submeshes, pipelined, recounted
-from passes.plan import AnyPlan, Plan, load_plan
+from passes.plan import STAGE, AnyPlan, Plan, load_plan
 from passes.planners.checks import (
     check_count,
     check_counts,
@@ -223,7 +223,7 @@ class Pipeline:
         check_layers("Pipeline", self.layers)
         check_solver("Pipeline", self.solver)
         object.__setattr__(self, "submeshes", checked_submeshes("Pipeline", self.submeshes))
-        object.__setattr__(self, "meshes", tuple(pins.checked_mesh(mesh) for mesh in self.meshes))
+        object.__setattr__(self, "meshes", tuple(map(_checked_mesh, self.meshes)))
         object.__setattr__(self, "pins", pins.checked_pins(self.pins))
         object.__setattr__(self, "forbid", pins.checked_kinds(None, self.forbid))
         object.__setattr__(self, "options", tuple(map(_checked_options, self.options)))
@@ -266,6 +266,15 @@ class Pipeline:
 def _schedule(name: str, interleave: int) -> str:
     """The schedule of that name; that of several stages in turn for the default one."""
     return "interleaved" if interleave > 1 and name == "1f1b" else name
+
+
+def _checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:
+    """The axes and sizes of a submesh. Raises PlanningError for what is no mesh of one."""
+    axes = pins.checked_mesh(mesh)
+    if any(name == STAGE for name, _ in axes):
+        rule = f"{STAGE!r} is the axis along which the stages themselves lie"
+        raise PlanningError(explain("Pipeline(meshes=)", rule, "", "choose another name for the axis"))
+    return axes
 
 
 def _checked_axes(axes: int) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
+from tests.sample import half
 
 ROWS, WIDTH = 64, 32
 
@@ -58,9 +59,7 @@ def drawn() -> tuple[Any, np.ndarray]:
     return params, draw.normal(size=(ROWS, WIDTH))
 
 
-@pytest.mark.parametrize("is_fine", [by_all, by_any])
-@pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("is_fine", "planner", "microbatches"), half([by_all, by_any], PLANNERS, [1, 2]))
 def test_a_number_that_is_not_finite_stops_the_update_everywhere(planner: Any, is_fine: Any, microbatches: int):
     with jax.enable_x64():
         params, x = drawn()
@@ -75,8 +74,9 @@ def test_a_number_that_is_not_finite_stops_the_update_everywhere(planner: Any, i
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), ours, theirs)
 
 
-@pytest.mark.parametrize("is_fine", [by_all, by_any])
-@pytest.mark.parametrize("planner", [autopar.Zero(3), autopar.Megatron(data=2, tensor=4)])
+@pytest.mark.parametrize(
+    ("is_fine", "planner"), half([by_all, by_any], [autopar.Zero(3), autopar.Megatron(data=2, tensor=4)])
+)
 def test_flags_are_reduced_and_not_gathered(planner: Any, is_fine: Any):
     def step(params: Any, x: jax.Array) -> Any:
         return guarded(is_fine)(params, x)[:3]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import jax
@@ -156,3 +158,19 @@ def test_an_array_is_the_one_with_the_longest_end_of_its_path():
     ]
     arrays = [("params['b']['w']", small), ("params['a']['w']", small), ("w", large), ("batch", small), ("v", large)]
     assert counterparts(arrays, known) == [1, 0, 3, None, None]
+
+
+def test_what_is_kept_under_a_plan_keeps_it():
+    """Another plan gets the `id` of one that is gone, and would be taken for it."""
+    state = made()
+    training = autopar.parallelize(train)
+    evaluation = autopar.parallelize(evaluate, follow=training)
+    training.plan(state, X)
+    evaluation.plan(state["params"], X)
+    plan = weakref.ref(training.plan(state, X))
+    training.clear_cache()
+    gc.collect()
+    assert plan() is not None
+    evaluation.clear_cache()
+    gc.collect()
+    assert plan() is None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
+from tests.sample import half
 
 ROWS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
 
@@ -39,8 +40,7 @@ def drawn(scale: int = 1) -> tuple[Any, np.ndarray, np.ndarray]:
     return experts, draw.normal(size=(scale * ROWS, width)), np.asarray([13, 0, 38, 9], np.int32) * scale
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("planner", "microbatches"), half(PLANNERS, [1, 2]))
 def test_the_step_is_jits(planner: Any, microbatches: int):
     with jax.enable_x64():
         args = drawn()

@@ -45,6 +45,11 @@ from passes.solver import SolverOptions
         (Pipeline, {"stages": 2, "microbatches": 2, "layers": 3}, "Pipeline(layers=3): this is a pattern of names"),
         (GPipe, {"stages": 2, "microbatches": 2, "layers": None}, "GPipe(layers=None): this is a pattern of names"),
         (GPipe, {"stages": 2, "microbatches": 0}, "GPipe(microbatches=0): should be a whole number from 1"),
+        (
+            Pipeline,
+            {"stages": 2, "microbatches": 2, "meshes": [{"data": 2}, {"stage": 2}]},
+            "'stage' is the axis along which the stages themselves lie",
+        ),
         (GPipe, {"stages": 2, "microbatches": 2, "submeshes": "22"}, "GPipe(submeshes='22'): these are the devices"),
         (Megatron, {"data": 2, "tensor": 2, "pipeline": 0}, "Megatron(pipeline=0): should be a whole number from 1"),
         (Megatron, {"data": 2, "tensor": 2, "microbatches": 0}, "Megatron(microbatches=0): should be"),
