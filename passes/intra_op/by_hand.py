@@ -43,11 +43,17 @@ class ByHand:
     left_out: bool = False
 
     def answers(
-        self, problems: MeshProblems, solved: Solved, limit: float = math.inf, surely: float = SURELY
+        self,
+        problems: MeshProblems,
+        solved: Solved,
+        limit: float = math.inf,
+        surely: float = SURELY,
+        cutoff: float = math.inf,
     ) -> Iterator[tuple[Solved, Answer]]:
         """The answers on a mesh that may need no more than `limit` bytes, each with the problem that it answers.
 
-        What is expected to need `surely` times the limit is left out, and what holds more than that throughout.
+        What is expected to need `surely` times the limit is left out, and what holds more than that throughout. One of
+        `cutoff` seconds or more need not be the best of its kind.
         """
         for number, (restrict, regather) in enumerate(self.textbook(solved.assembly.mesh)):
             base = solved if solved.regather == regather else None if solved.regather else problems.twin(solved)
@@ -62,7 +68,7 @@ class ByHand:
                     if problems.scale * problems.least_nbytes(base, restricted) > surely * limit:
                         self.left_out = True
                         continue
-                self.known[key] = self._solved(restricted)
+                self.known[key] = self._solved(restricted, cutoff)
             if (answer := self.known[key]) is not None:
                 yield base, replace(answer, bound=min(solved.answer.bound, answer.objective), status="near optimal")
 
@@ -83,7 +89,7 @@ class ByHand:
         for solved in meshes:
             if solved.answer.bound >= cutoff:
                 continue
-            for base, answer in self.answers(problems, solved, allowed, surely):
+            for base, answer in self.answers(problems, solved, allowed, surely, cutoff):
                 if answer.objective >= cutoff:
                     continue
                 point = problems.peak(base, answer.choice)
@@ -98,11 +104,11 @@ class ByHand:
                     problems.crowded[point.at] = problems.excess(base, answer.choice, point)
         return best
 
-    def _solved(self, restricted: Assembly | None) -> Answer | None:
+    def _solved(self, restricted: Assembly | None, cutoff: float) -> Answer | None:
         if restricted is None:
             return None
         try:
-            return solve(restricted.problem, replace(self.options, gap=_ROUGHLY), close=False)
+            return solve(restricted.problem, replace(self.options, gap=_ROUGHLY), cutoff, close=False)
         except PlanningError:
             return None
 

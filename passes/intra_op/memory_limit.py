@@ -89,6 +89,16 @@ def fit(
     return Fitted(problem=problem, answer=known, nbytes=memory.peak(known.choice).nbytes)
 
 
+def is_out_of_reach(
+    program: ShardingProblem, first: Answer, memory: MeshMemory, seen: Mapping[NodePath, float]
+) -> bool:
+    """Whether nothing that keeps the limit can be cheaper than `first`, and that does not, whatever is offloaded."""
+    if not is_infeasible(replace(program, budgets=tuple(_rows(memory, seen).values()))):
+        return False
+    settled = memory.settled(first)
+    return settled is first or memory.peak(settled.choice).nbytes > memory.limit
+
+
 def _rows(memory: MeshMemory, seen: Mapping[NodePath, float]) -> dict[NodePath, Budget]:
     """The budgets at the places seen, with as much more than the limit as rows there count more than there is."""
     return {at: replace(memory.row(at), limit=excess * memory.limit) for at, excess in seen.items()}
@@ -152,11 +162,20 @@ def _roughly(problem: ShardingProblem, options: SolverOptions, cutoff: float) ->
     return answer if answer.is_within(_WIDE) else search.run(cutoff, close=True)
 
 
-def filled(fitted: Fitted, least: float, memory: MeshMemory, options: SolverOptions, *, close: bool = True) -> Fitted:
+def filled(
+    fitted: Fitted,
+    least: float,
+    memory: MeshMemory,
+    options: SolverOptions,
+    cutoff: float = math.inf,
+    *,
+    close: bool = True,
+) -> Fitted:
     """The answer that fits, or a better one where the rows that led to it leave some of the limit free.
 
-    No answer takes less than `least` seconds. Rows are raised by what is free; where that is too much, by half of it.
-    Without `close` an answer is what a relaxation gives, and nothing is branched on.
+    No answer takes less than `least` seconds, and one of `cutoff` or more is not looked for. Rows are raised by what is
+    free; where that is too much, by half of it. Without `close` an answer is what a relaxation gives, and nothing is
+    branched on.
     """
     program, raised, most, limit = fitted.problem, 1.0, math.inf, memory.limit
     for _ in range(_FILLINGS if program.budgets else 0):
@@ -166,7 +185,7 @@ def filled(fitted: Fitted, least: float, memory: MeshMemory, options: SolverOpti
         problem = _scaled(program, factor)
         best = fitted.answer
         try:
-            stated = solve(problem, options, best.objective, close=close, known=[best.choice])
+            stated = solve(problem, options, min(best.objective, cutoff), close=close, known=[best.choice])
         except PlanningError:  # nothing is better, as far as was looked
             break
         answer = memory.settled(stated)
@@ -204,31 +223,41 @@ def is_infeasible(problem: ShardingProblem) -> bool:
     return any(problem.least(row) > row.limit for row in problem.budgets)
 
 
-def tightened(fitted: Fitted, least: float, resident: Budget, memory: MeshMemory, options: SolverOptions) -> Answer:
+def tightened(
+    fitted: Fitted,
+    least: float,
+    resident: Budget,
+    memory: MeshMemory,
+    options: SolverOptions,
+    cutoff: float = math.inf,
+    enough: float = math.inf,
+) -> Answer:
     """An answer that fits, brought nearer to the optimum, with the time that it took; none takes less than `least`.
 
     The budgets that led to it are estimates, and no proof. Its bound is that of answers of which no more than the limit
-    is `resident`, as is true of all that fit.
+    is `resident`, as is true of all that fit, where less than `enough` is known. One of `cutoff` or more is not looked
+    for.
     """
     start, answer = time.perf_counter(), replace(fitted.answer, bound=min(least, fitted.answer.objective))
     limit = memory.limit
     whole = replace(fitted.problem, budgets=(replace(resident, limit=limit),))
     bound, stated = answer.bound, fitted.problem
-    if proof := _nearer(whole, answer, options, math.inf):
+    asked = bound < enough or not stated.budgets
+    if proof := _nearer(whole, answer, options, math.inf) if asked else None:
         bound, proof = max(bound, proof.bound), memory.settled(proof)
         if (nbytes := memory.peak(proof.choice).nbytes) <= limit:
             answer = min(proof, answer, key=lambda known: known.objective)
         elif not stated.budgets:  # what was made by hand has none
             stated = _scaled(whole, limit / nbytes)
         answer = replace(answer, bound=min(bound, answer.objective))
-        for _ in range(_FILLINGS if stated.budgets else 0):
-            closer = _nearer(stated, answer, options, answer.objective)
-            if closer is None or (closer := memory.settled(closer)).objective >= answer.objective:
-                break
-            if (nbytes := memory.peak(closer.choice).nbytes) <= limit:
-                answer = replace(closer, bound=min(bound, closer.objective))
-                break
-            stated = _scaled(stated, limit / nbytes)  # rows are estimates, and let too much through
+    for _ in range(_FILLINGS if stated.budgets else 0):
+        closer = _nearer(stated, answer, options, min(answer.objective, cutoff))
+        if closer is None or (closer := memory.settled(closer)).objective >= answer.objective:
+            break
+        if (nbytes := memory.peak(closer.choice).nbytes) <= limit:
+            answer = replace(closer, bound=min(bound, closer.objective))
+            break
+        stated = _scaled(stated, limit / nbytes)  # rows are estimates, and let too much through
     is_closed = answer.is_within(options.gap)
     status = answer.status if answer.status == "time limit" else "optimal" if is_closed else "near optimal"
     return replace(answer, status=status, solve_seconds=answer.solve_seconds + time.perf_counter() - start)

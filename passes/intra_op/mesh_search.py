@@ -17,24 +17,19 @@ from passes.intra_op.memory_limit import (
     LOOSE,
     Fitted,
     InfeasibleRowError,
-    filled,
     fit,
+    is_out_of_reach,
     least_memory,
-    seconds_within,
-    tightened,
 )
 from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Restriction, Solved
 from passes.intra_op.meshes import allowed
+from passes.intra_op.proving import better, proven, run
 from passes.ir import Graph, StatePairs
 from passes.plan import INTERRUPTED, Alternative, Plan
 from passes.progress import Progress, SearchContext
 from passes.sharding import Resharder
 from passes.solver import Answer, NotCheaperError, Search, SolverOptions
 from passes.text import quantities
-
-_FAR = 0.1
-"""The gap of a plan within a limit from which branching for its bound on other meshes is left: it takes as long as the
-search itself, and leaves most of such a gap."""
 
 _ROUGH = 0.1
 """The gap to which a mesh is solved where only plans within a limit are wanted: its answer is where they begin, and its
@@ -134,14 +129,14 @@ class MeshSearch:
                 continue
             with self.context.ending_early():
                 self.tell(f"solve {solved.assembly.mesh}", place, len(all_solved), solved.answer)
-                answer = _run(self.problems, solved, self._rough, least, close=True)
-                all_solved[place] = replace(solved, answer=_better(answer, solved.answer))
+                answer = run(self.problems, solved, self._rough, least, close=True)
+                all_solved[place] = replace(solved, answer=better(answer, solved.answer))
         for place, solved in enumerate(list(all_solved)):
             least = min(other.answer.objective for other in all_solved)
             if solved.answer.bound < (1 - max(_OPEN, self._rough.gap)) * least:
                 for base, answer in self.by_hand.answers(self.problems, solved):
                     if base.regather == solved.regather:
-                        all_solved[place] = solved = replace(solved, answer=_better(answer, solved.answer))
+                        all_solved[place] = solved = replace(solved, answer=better(answer, solved.answer))
 
     @property
     def cheapest(self) -> Plan:
@@ -207,9 +202,17 @@ class MeshSearch:
         answer = replace(fitted.answer, bound=min(solved.answer.bound, fitted.answer.objective), status="near optimal")
         return self._extract_plan(solved, answer)
 
-    def closer(self, limit: float) -> Plan | None:
-        """The plan of `cheapest_within` brought nearer to the optimum, with what is proven; None if it had none."""
-        return self._extract_plan(*_proven(self, self.within, limit)) if self.within else None
+    def closer(self, limit: float, cutoff: float = math.inf, enough: float = math.inf) -> Plan | None:
+        """The plan of `cheapest_within` brought nearer to the optimum, with what is proven; None if it had none.
+
+        It stays as it is where nothing near it takes less than `cutoff`. No more than `enough` seconds is proven.
+        """
+        if self.within is None:
+            return None
+        solved, fitted = self.within
+        if self.problems.peak(solved, fitted.answer.choice).nbytes > limit:
+            limit = self.allowed
+        return self._extract_plan(*proven(self.problems, self.solved, self.within, limit, self.options, cutoff, enough))
 
     def fits(self, limit: float) -> bool:
         """Whether the cheapest plan of all, whatever memory it needs, needs at most `limit` bytes."""
@@ -228,9 +231,12 @@ class MeshSearch:
         best = cheapest[1].answer if cheapest else None
         self.tell(f"fit {solved.assembly.mesh} within memory", number, len(self.solved), best)
         most = best.objective if best else self.context.cutoff
+        memory = MeshMemory(problems=self.problems, solved=solved, limit=limit)
+        if is_out_of_reach(solved.assembly.problem, solved.answer, memory, self.problems.seen):
+            raise InfeasibleRowError("no combination of strategies keeps the memory limit")
         if solved.answer.status != "optimal":  # it was left when it was dearer than another mesh's
-            answer = _run(self.problems, solved, self._rough, most, close=False)
-            solved = replace(solved, answer=_better(answer, solved.answer))
+            answer = run(self.problems, solved, self._rough, most, close=False)
+            solved = replace(solved, answer=better(answer, solved.answer))
         twins = _twins(self, solved, number)
         return _fitted(self.problems, twins, limit, self.options, most)
 
@@ -262,8 +268,8 @@ class MeshSearch:
             raise InfeasibleRowError(f"no combination of strategies keeps the memory limit on {mesh}")
         self.tell(f"solve {mesh}", done, total, best)
         solved = replace(solved, search=Search(assembly.problem, self._rough))
-        cutoff = best.objective if best else math.inf
-        solved = replace(solved, answer=_run(self.problems, solved, self._rough, cutoff, close=total == 1))
+        cutoff = min(self.context.cutoff, best.objective if best else math.inf)
+        solved = replace(solved, answer=run(self.problems, solved, self._rough, cutoff, close=total == 1))
         if self.most_nbytes < math.inf:
             self.problems.look(solved, self.most_nbytes)
         return solved
@@ -279,16 +285,6 @@ class MeshSearch:
         plan = self.problems.plan(self.name, solved, _beside(answer, others, self._rough.gap, least))
         plan = plan.beside([_met(other) for other in self.solved if other.assembly.mesh != solved.assembly.mesh])
         return plan.ended(INTERRUPTED) if self.context.is_interrupted else plan
-
-
-def _run(problems: MeshProblems, solved: Solved, options: SolverOptions, cutoff: float, *, close: bool) -> Answer:
-    """The answer to a mesh's problem, its search gone on with; one of `cutoff` or more need not be the best."""
-    search = solved.search or Search(solved.assembly.problem, options)
-    before = search.clock.build_seconds, search.clock.solve_seconds
-    answer = search.run(cutoff, close=close)
-    problems.phases["build"] += answer.build_seconds - before[0]
-    problems.phases["solve"] += answer.solve_seconds - before[1]
-    return answer
 
 
 def _beside(answer: Answer, others: Sequence[Answer], gap: float, least: float | None) -> Answer:
@@ -341,29 +337,6 @@ def _twins(search: MeshSearch, solved: Solved, number: int) -> Iterator[Solved]:
             yield twin
 
 
-def _proven(search: MeshSearch, best: tuple[Solved, Fitted], limit: float) -> tuple[Solved, Answer, float]:
-    """The best answer that fits, brought nearer to the optimum, and what plans of other problems take at least.
-
-    Those are on another mesh, or fetch weights otherwise on the same one. No more than the bound of the best need be
-    proven of them, and where that is far from it, no more than a relaxation says.
-    """
-    (chosen, fitted), problems, options = best, search.problems, search.options
-    if problems.peak(chosen, fitted.answer.choice).nbytes > limit:
-        limit = search.allowed
-    memory, least = MeshMemory(problems=problems, solved=chosen, limit=limit), math.inf
-    fitted = filled(fitted, chosen.answer.bound, memory, replace(options, gap=max(options.gap, LOOSE)))
-    answer = tightened(fitted, chosen.answer.bound, problems.resident(chosen), memory, options)
-    for solved in search.solved:
-        forms = problems.forms(solved) if solved.answer.bound < answer.bound else []
-        if forms is None:
-            least = min(least, solved.answer.bound)
-        for form in (form for form in forms or () if form.assembly is not chosen.assembly):
-            resident, is_near = problems.resident(form), answer.is_within(_FAR)
-            kept = seconds_within(form.assembly.problem, resident, limit, options, answer.bound, close=is_near)
-            least = min(least, max(solved.answer.bound, kept))
-    return chosen, answer, least
-
-
 def _met(solved: Solved) -> Alternative:
     """The best of another mesh, as far as it was looked for: its bound, if that is known, is beside it in words."""
     bound = solved.answer.bound
@@ -375,12 +348,6 @@ def _met(solved: Solved) -> Alternative:
 def _is_open(cheapest: Answer, gap: float) -> bool:
     """Whether plans by hand may be better than the cheapest answer by more than the gap of its solve."""
     return cheapest.bound < (1 - max(_OPEN, gap)) * cheapest.objective
-
-
-def _better(answer: Answer, known: Answer) -> Answer:
-    """The cheaper of two answers to one problem, with the better bound."""
-    best = min(answer, known, key=lambda candidate: candidate.objective)
-    return replace(best, bound=min(max(answer.bound, known.bound), best.objective))
 
 
 def count(graph: Graph) -> int:

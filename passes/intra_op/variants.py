@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op.by_hand import SURELY
+from passes.intra_op.forms import computes_more, forms
 from passes.intra_op.mesh_search import MeshSearch
 from passes.intra_op.offloading import idle_state
 from passes.plan import INTERRUPTED, LATE, Alternative, Plan
 from passes.progress import SearchContext
 from passes.step import Step, Variant
 from passes.text import quantities
-from passes.transforms import KEPT, Kept, kept_of
+from passes.transforms import kept_of
 
 _COUNTS = (1, 2, 4, 8, 16, 32)
 """The numbers of microbatches that are tried where none is asked for."""
@@ -49,12 +50,6 @@ MOST_OPERATORS = 50_000
 
 That is all variants of a small step and a few of a GPT of 24 layers: about a minute of either.
 """
-
-
-def forms(layers: int, count: int) -> tuple[Variant, ...]:
-    """The variants in so many microbatches, from the one that costs least to the one that keeps least."""
-    kinds: Sequence[Kept] = KEPT if layers else KEPT[:1]
-    return tuple(Variant(microbatches=count, kept=() if kind == KEPT[0] else (kind,) * layers) for kind in kinds)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,19 +142,24 @@ class VariantSearch:
             self.best = self.least_memory_plan
         self.best = _mixed(self, self.best)
         others = [alternative for alternative in self.met if alternative.seconds != self.best.step_seconds]
-        self._close()
         has_forms = self.offloads or self.step.layers > 0 or len(self.step.counts) > 1
-        return (_with_proven(self.best, self.least_seconds) if has_forms else self.best).beside(others)
+        enough = self.least_seconds if has_forms else math.inf
+        self._close(enough)
+        return _with_proven(self.best, enough).beside(others)
 
-    def _close(self) -> None:
-        """Brings the plan nearer to the optimum, and those that are nearly as fast as long as there is time."""
+    def _close(self, enough: float) -> None:
+        """Brings the plan nearer to the optimum, and those that are nearly as fast as long as there is time.
+
+        That they take no less than `enough` seconds is all that is proven of them: another form may take so few.
+        """
         nearest = [each for each in self.fitted[:_CLOSED] if each[2] <= _NEARLY * self.fitted[0][2]]
         as_written = [e for e in self.fitted if not e[0].kept and e[0].count == self.step.chosen.count][:1]
         nearest += [each for each in as_written if each not in nearest and each[2] <= _AS_WRITTEN * self.fitted[0][2]]
         for number, (variant, search, _) in enumerate(nearest):
             if number and self.context.deadline.is_over():
                 break
-            plan = search.closer(self.limit)
+            cutoff = self.best.step_seconds if number and self.best else math.inf
+            plan = search.closer(self.limit, cutoff, enough)
             if plan and (not number or self.best is None or plan.step_seconds < self.best.step_seconds):
                 self.best = plan.of_variant(variant)
 
@@ -281,7 +281,7 @@ def _ordered(search: VariantSearch) -> Iterator[Variant]:
                 continue
             if search.best is None or not search.wants_better:
                 return
-            is_dear = any(_computes_more(variant, dear) for dear in search.dear)
+            is_dear = any(computes_more(variant, dear) for dear in search.dear)
             if variant not in search.planned and not is_dear and (count >= fewest or search.may_fit(variant)):
                 yield variant
 
@@ -357,12 +357,6 @@ def _waited(search: VariantSearch, begun: Sequence[int]) -> list[int]:
         fits(*unlikely.pop())
     search.waiting.clear()
     return fitting
-
-
-def _computes_more(variant: Variant, other: Variant) -> bool:
-    """Whether a variant computes all that another does, in as many microbatches or more, and keeps no more of it."""
-    keeps = [[KEPT.index(kind) for kind in each.kept or (KEPT[0],)] for each in (variant, other)]
-    return variant.count >= other.count and variant.offload >= other.offload and min(keeps[0]) >= max(keeps[1])
 
 
 def _mixed(search: VariantSearch, best: Plan) -> Plan:

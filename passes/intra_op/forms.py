@@ -1,0 +1,23 @@
+"""The variants of a step in some number of microbatches, and which of two computes more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from passes.step import Variant
+from passes.transforms import KEPT, Kept
+
+
+def forms(layers: int, count: int) -> tuple[Variant, ...]:
+    """The variants in so many microbatches, from the one that costs least to the one that keeps least."""
+    kinds: Sequence[Kept] = KEPT if layers else KEPT[:1]
+    return tuple(Variant(microbatches=count, kept=() if kind == KEPT[0] else (kind,) * layers) for kind in kinds)
+
+
+def computes_more(variant: Variant, other: Variant) -> bool:
+    """Whether a variant computes all that another does, in as many microbatches or more, and keeps no more of it.
+
+    Where state lies makes no difference.
+    """
+    keeps = [[KEPT.index(kind) for kind in each.kept or (KEPT[0],)] for each in (variant, other)]
+    return variant.count >= other.count and min(keeps[0]) >= max(keeps[1])
