@@ -242,8 +242,8 @@ def tightened(
     limit = memory.limit
     whole = replace(fitted.problem, budgets=(replace(resident, limit=limit),))
     bound, stated = answer.bound, fitted.problem
-    asked = bound < enough or not stated.budgets
-    if proof := _nearer(whole, answer, options, math.inf) if asked else None:
+    is_open = bound < enough or not stated.budgets
+    if proof := _nearer(whole, answer, options, math.inf) if is_open else None:
         bound, proof = max(bound, proof.bound), memory.settled(proof)
         if (nbytes := memory.peak(proof.choice).nbytes) <= limit:
             answer = min(proof, answer, key=lambda known: known.objective)

@@ -23,7 +23,7 @@ from passes.intra_op.memory_limit import (
 )
 from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Restriction, Solved
 from passes.intra_op.meshes import allowed
-from passes.intra_op.proving import better, proven, run
+from passes.intra_op.proving import Goal, better, proven, run
 from passes.ir import Graph, StatePairs
 from passes.plan import INTERRUPTED, Alternative, Plan
 from passes.progress import Progress, SearchContext
@@ -203,16 +203,11 @@ class MeshSearch:
         return self._extract_plan(solved, answer)
 
     def closer(self, limit: float, cutoff: float = math.inf, enough: float = math.inf) -> Plan | None:
-        """The plan of `cheapest_within` brought nearer to the optimum, with what is proven; None if it had none.
-
-        It stays as it is where nothing near it takes less than `cutoff`. No more than `enough` seconds is proven.
-        """
+        """The plan of `cheapest_within` brought nearer to the optimum, with what is proven; None if it had none."""
         if self.within is None:
             return None
-        solved, fitted = self.within
-        if self.problems.peak(solved, fitted.answer.choice).nbytes > limit:
-            limit = self.allowed
-        return self._extract_plan(*proven(self.problems, self.solved, self.within, limit, self.options, cutoff, enough))
+        goal = Goal(limit=limit, allowed=self.allowed, cutoff=cutoff, enough=enough)
+        return self._extract_plan(*proven(self.problems, self.solved, self.within, goal, self.options))
 
     def fits(self, limit: float) -> bool:
         """Whether the cheapest plan of all, whatever memory it needs, needs at most `limit` bytes."""
@@ -231,13 +226,7 @@ class MeshSearch:
         best = cheapest[1].answer if cheapest else None
         self.tell(f"fit {solved.assembly.mesh} within memory", number, len(self.solved), best)
         most = best.objective if best else self.context.cutoff
-        memory = MeshMemory(problems=self.problems, solved=solved, limit=limit)
-        if is_out_of_reach(solved.assembly.problem, solved.answer, memory, self.problems.seen):
-            raise InfeasibleRowError("no combination of strategies keeps the memory limit")
-        if solved.answer.status != "optimal":  # it was left when it was dearer than another mesh's
-            answer = run(self.problems, solved, self._rough, most, close=False)
-            solved = replace(solved, answer=better(answer, solved.answer))
-        twins = _twins(self, solved, number)
+        twins = _twins(self, _begun(self.problems, solved, self._rough, limit, most), number)
         return _fitted(self.problems, twins, limit, self.options, most)
 
     def least_memory(self) -> Plan:
@@ -285,6 +274,17 @@ class MeshSearch:
         plan = self.problems.plan(self.name, solved, _beside(answer, others, self._rough.gap, least))
         plan = plan.beside([_met(other) for other in self.solved if other.assembly.mesh != solved.assembly.mesh])
         return plan.ended(INTERRUPTED) if self.context.is_interrupted else plan
+
+
+def _begun(problems: MeshProblems, solved: Solved, options: SolverOptions, limit: float, cutoff: float) -> Solved:
+    """A mesh whose answer was left when it was dearer than another's, gone on with where some keep the limit."""
+    memory = MeshMemory(problems=problems, solved=solved, limit=limit)
+    if is_out_of_reach(solved.assembly.problem, solved.answer, memory, problems.seen):
+        raise InfeasibleRowError("no combination of strategies keeps the memory limit")
+    if solved.answer.status == "optimal":
+        return solved
+    answer = run(problems, solved, options, cutoff, close=False)
+    return replace(solved, answer=better(answer, solved.answer))
 
 
 def _beside(answer: Answer, others: Sequence[Answer], gap: float, least: float | None) -> Answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from passes.intra_op.memory_limit import LOOSE, Fitted, filled, seconds_within, tightened
 from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Solved
@@ -12,6 +12,18 @@ from passes.solver import Answer, Search, SolverOptions
 _FAR = 0.1
 """The gap of a plan within a limit from which branching for its bound on other meshes is left: it takes as long as the
 search itself, and leaves most of such a gap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """The bytes of a limit, and those that what is known without a search may need; no answer of `cutoff` seconds or
+    more is looked for, and no more than `enough` is proven.
+    """
+
+    limit: float
+    allowed: float
+    cutoff: float
+    enough: float
 
 
 def run(problems: MeshProblems, solved: Solved, options: SolverOptions, cutoff: float, *, close: bool) -> Answer:
@@ -34,17 +46,16 @@ def proven(
     problems: MeshProblems,
     meshes: Sequence[Solved],
     best: tuple[Solved, Fitted],
-    limit: float,
+    goal: Goal,
     options: SolverOptions,
-    cutoff: float,
-    enough: float,
 ) -> tuple[Solved, Answer, float]:
     """The best answer that fits, brought nearer to the optimum, and what plans of other problems take at least.
 
     Those are on another mesh, or fetch weights otherwise on the same one. No more than the bound of the best need be
-    proven of them, nor than `enough`, and where that is far from it, no more than a relaxation says.
+    proven of them, nor than is enough, and where that is far from it, no more than a relaxation says.
     """
-    chosen, fitted = best
+    (chosen, fitted), cutoff, enough = best, goal.cutoff, goal.enough
+    limit = goal.limit if problems.peak(chosen, fitted.answer.choice).nbytes <= goal.limit else goal.allowed
     memory, least = MeshMemory(problems=problems, solved=chosen, limit=limit), enough
     if not fitted.problem.budgets and problems.peak(chosen, chosen.answer.choice).nbytes <= limit:
         chosen, fitted = _unlimited(problems, chosen, fitted, limit, options)
