@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -132,7 +131,7 @@ class Searched:
             raise OverBudgetError("none fits", least_memory_plan=self.plan(15))
         return self.plan(10)
 
-    def closer(self, limit: float, cutoff: float = math.inf, enough: float = math.inf) -> Plan:
+    def closer(self, *limits: float) -> Plan:
         """The plan that fits is the best there is."""
         return self.plan(10)
 
