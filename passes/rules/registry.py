@@ -15,6 +15,7 @@ from passes.cluster import Mesh
 from passes.device_placement import DevicePlacement
 from passes.errors import InternalError, PlanningError
 from passes.ir import Graph, Node, TensorType
+from passes.rules.columns import Columns
 from passes.rules.unruled import WITHOUT_RULE
 from passes.sharding import ShardingSpec, is_placed, placed
 
@@ -65,6 +66,7 @@ class ShardingRule:
                        rest of it)
     `moves`            (an operand, a dimension of it, one of results), of which one is never cut, though the elements
                        along them are the same in another order or number: a batch goes on as one
+    `columns`          those of its matrices, of which each waits for the one before
     `single`           the factors of dimensions of one element, which nothing cuts: a batch may have one row
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
@@ -96,6 +98,7 @@ class ShardingRule:
     sums: bool = False
     splits: tuple[tuple[int, int], ...] = ()
     moves: tuple[tuple[int, int, int], ...] = ()
+    columns: Columns | None = None
     single: ShardingRule | None = None
 
     @property
