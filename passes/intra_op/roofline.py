@@ -20,6 +20,14 @@ on them: the smaller a tile, the more is read for each product.
 Reference: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave quantization).
 """
 
+CORE_FLOPS_PER_SECOND = 0.3e12
+"""What a core of a GPU computes in float32 without tensor cores, which libraries of solves and decompositions leave
+alone: by data sheets 0.18 TFLOP/s on A100 and 0.2 on V100, 0.5 on H100, L4 and B200, 0.65 on 4090."""
+
+SMALL = 128
+"""The columns of a float32 matrix of 64 KiB, which fits into the memory of one core (96 KiB on V100, 164 on A100): of
+64 such matrices a Cholesky takes 0.13 ms on L40S, of 16 with 512 columns 0.66 (ml-explore/mlx#4262)."""
+
 
 def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float:
     """The flops of one device; only factors on a dimension divide the work.
@@ -29,6 +37,8 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
     """
     device = mesh.cluster.group().device
     parts = pieces(rule, assignment, mesh)
+    if in_columns := _in_columns(rule, parts, device):
+        return in_columns * device.matmul_flops_per_second("float32")
     flops = rule.flops / math.prod(parts.values()) / (device.convolution_efficiency if rule.convolves else 1.0)
     if not _is_slowed(rule, device):
         return flops
@@ -55,7 +65,27 @@ def times_made(types: Sequence[TensorType]) -> int:
 def has_own_rate(rule: ShardingRule, mesh: Mesh) -> bool:
     """Whether an operator computes at another rate than large products do: as a convolution, or by its shape."""
     device = mesh.cluster.group().device
-    return (rule.convolves and device.convolution_efficiency != 1.0) or _is_slowed(rule, device)
+    is_in_columns = rule.columns is not None and device.cores > 0
+    return (rule.convolves and device.convolution_efficiency != 1.0) or is_in_columns or _is_slowed(rule, device)
+
+
+def _in_columns(rule: ShardingRule, parts: Mapping[int, int], device: DeviceSpec) -> float:
+    """The seconds of one GPU's decompositions or solves: they compute, read, and take one column after the other; 0 of
+    other operators.
+
+    Matrices of up to `SMALL` columns are taken side by side, one a core. Others take turns: LU of 4 and 8 matrices of
+    512 columns takes 17 and 34 ms (pytorch/pytorch#56887). Of TPUs and CPUs we know no publication that times them:
+    there they compute at the rate of products.
+    """
+    columns = rule.columns
+    if columns is None or not device.cores:
+        return 0.0
+    matrices = math.prod(rule.factors[f].size / parts.get(f, 1) for f in rule.operands[0] if f >= 0)
+    turns = math.ceil(matrices / device.cores) if columns.count <= SMALL else matrices
+    rate = min(device.cores * CORE_FLOPS_PER_SECOND, device.matmul_flops_per_second("float32"))
+    computing = rule.flops / math.prod(parts.values()) / rate
+    reading = matrices * columns.nbytes / device.achieved_bytes_per_second
+    return computing + reading + turns * columns.count * columns.seconds
 
 
 def _is_slowed(rule: ShardingRule, device: DeviceSpec) -> bool:
@@ -65,7 +95,8 @@ def _is_slowed(rule: ShardingRule, device: DeviceSpec) -> bool:
     measurement that we know of says how their shapes matter: all reach what large products do.
     """
     is_tiled = device.cores and rule.window == 1.0
-    return bool((device.half_extent or is_tiled) and not rule.light and rule.flops and len(rule.operands) == 2)
+    is_heavy = not rule.light and rule.flops and not rule.columns
+    return bool((device.half_extent or is_tiled) and is_heavy and len(rule.operands) == 2)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -7,8 +7,10 @@ vector of learning rates has one that leads nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import cast
 
 from passes.ir import Control, Graph, Node, PortUse, StatePairs, control_of, phase, scan_of
@@ -51,32 +53,39 @@ def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     unchanged = sorted(i for o, i in state_pairs if graph.outputs[o] == graph.inputs[i] and has_rows(graph, i))
     others = [i for i in range(len(graph.inputs)) if i not in state and has_rows(graph, i)]
     read = {i for i, value in enumerate(graph.inputs) if graph.consumers.get(value)}
-    rows = ([i for i in others if i in read], [i for i in unchanged if i in read], others, unchanged)
-    candidates = next((row for row in rows if row), unchanged)
+    choices = ([i for i in others if i in read], [i for i in unchanged if i in read], others, unchanged)
+    candidates = next((choice for choice in choices if choice), unchanged)
     if len(candidates) < 2:
         return tuple(candidates)
-    dims = _Dims()
-    firsts = dims.enter(graph)
-    heads = {i: dims.root(firsts[graph.inputs[i]]) for i in candidates}
-    inner = {dims.root(firsts[v] + d) for v in graph.inputs for d in range(1, graph.types[v].rank)}
-    works = dims.works()
-    work = {head: sum(flops for flops, kept, _ in works if head in kept) for head in set(heads.values())}
-    most = max(work.values())
-    if not most:
+    rows = {i: graph.types[graph.inputs[i]].shape[0] for i in candidates}
+    if set(rows.values()) > {1} and (one_row := _one_row(_Along.of(graph, candidates, single=True), rows)):
+        return one_row
+    along = _Along.of(graph, candidates)
+    if not along.most:
         return tuple(candidates)
-    first = max((i for i in candidates if work[heads[i]] >= ALMOST * most), key=lambda i: (heads[i] not in inner, i))
-    batch, extents = {heads[first]}, {graph.types[graph.inputs[first]].shape[0]}
-    of_batch = [(flops, kept, summed) for flops, kept, summed in works if heads[first] in kept]
-    for i in sorted(candidates, key=lambda i: work[heads[i]], reverse=True):
-        head_work, extent = work[heads[i]], graph.types[graph.inputs[i]].shape[0]
-        shared = sum(flops for flops, kept, _ in of_batch if heads[i] in kept)
-        within = sum(flops for flops, _, summed in of_batch if heads[i] in summed)  # as features are
-        is_apart = shared < head_work / 2 and (head_work >= WORTH * most or (head_work and extent in extents))
-        is_paired = extent in extents and heads[i] not in inner and head_work - shared >= WORTH * most
-        if (is_apart or is_paired) and within <= head_work:
-            batch.add(heads[i])
-            extents.add(extent)
-    return tuple(i for i in candidates if heads[i] in batch)
+    first = max(along.leading(), key=lambda i: (along.heads[i] not in along.inner, i))
+    batch = along.beside(first, rows)
+    return tuple(i for i in candidates if along.heads[i] in batch)
+
+
+def _one_row(along: _Along, rows: Mapping[int, int]) -> tuple[int, ...]:
+    """The inputs that are a batch of one row, of those that may be the batch with so many `rows`; none where it has
+    more.
+
+    A row goes through all work, weights and positions through less of it: more work decides between dimensions that
+    only lead. What leads in the row's place, after its own dimension is gone, is one with it, as positions are.
+    """
+    if not along.most:
+        return ()
+    heads, work = along.heads, along.work
+    first = max(along.leading(), key=lambda i: (heads[i] not in along.inner, work[heads[i]], rows[i] > 1, i))
+    alike = [i for i in rows if heads[i] == heads[first]]
+    ours = [i for i in alike if rows[i] == 1]
+    if not ours or (len(ours) < len(alike) and not any(heads[first] in along.dims[i][1:] for i in ours)):
+        return ()
+    single = {i: 1 for i in rows if rows[i] == 1}
+    batch = along.beside(ours[0], single)
+    return tuple(i for i in single if heads[i] in batch)
 
 
 def loops_over_batch(
@@ -161,10 +170,73 @@ def taken_for(graph: Graph, positions: Sequence[int]) -> str:
     return f"taken for the batch: {', '.join(words[:3])}" + (f" and {len(words) - 3} more" if len(words) > 3 else "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Along:
+    """The work along the leading dimension of each input that may be the batch: `dims` are the classes of its
+    dimensions, by position, `inner` those that do not lead in some input; `works` has each operator's flops and
+    classes, kept and summed up.
+    """
+
+    dims: Mapping[int, Sequence[int]]
+    inner: frozenset[int]
+    works: Sequence[tuple[float, set[int], set[int]]]
+
+    @classmethod
+    def of(cls, graph: Graph, candidates: Sequence[int], *, single: bool = False) -> _Along:
+        """That of the inputs at these positions; dimensions of a `single` element have a class only if asked for."""
+        dims = _Dims(single=single)
+        firsts = dims.enter(graph)
+        classes = {v: [dims.root(firsts[v] + d) for d in range(graph.types[v].rank)] for v in graph.inputs}
+        return cls(
+            dims={i: classes[graph.inputs[i]] for i in candidates},
+            inner=frozenset(itertools.chain.from_iterable(each[1:] for each in classes.values())),
+            works=dims.works(),
+        )
+
+    @cached_property
+    def heads(self) -> Mapping[int, int]:
+        """The class of the leading dimension of each, by position."""
+        return {i: dims[0] for i, dims in self.dims.items()}
+
+    @cached_property
+    def work(self) -> Mapping[int, float]:
+        """Class of a leading dimension -> the flops of the operators that keep it."""
+        return {head: sum(flops for flops, kept, _ in self.works if head in kept) for head in set(self.heads.values())}
+
+    @property
+    def most(self) -> float:
+        return max(self.work.values())
+
+    def leading(self) -> list[int]:
+        """The inputs along which about most work is done."""
+        return [i for i, head in self.heads.items() if self.work[head] >= ALMOST * self.most]
+
+    def beside(self, first: int, rows: Mapping[int, int]) -> set[int]:
+        """The classes of the batch of which this input is a part: its own, and those of a second batch. Of the inputs
+        that may be in it, `rows` says how many each has.
+        """
+        heads, batch, extents = self.heads, {self.heads[first]}, {rows[first]}
+        of_batch = [(flops, kept, summed) for flops, kept, summed in self.works if heads[first] in kept]
+        for i in sorted(rows, key=lambda i: self.work[heads[i]], reverse=True):
+            head_work = self.work[heads[i]]
+            shared = sum(flops for flops, kept, _ in of_batch if heads[i] in kept)
+            within = sum(flops for flops, _, summed in of_batch if heads[i] in summed)  # as features are
+            is_alike = rows[i] in extents
+            is_apart = shared < head_work / 2 and (head_work >= WORTH * self.most or (head_work and is_alike))
+            is_paired = is_alike and heads[i] not in self.inner and head_work - shared >= WORTH * self.most
+            if (is_apart or is_paired) and within <= head_work:
+                batch.add(heads[i])
+                extents.add(rows[i])
+        return batch
+
+
 @dataclass(slots=True)
 class _Dims:
-    """The dimensions of all values, those of bodies included, by number, in classes of those that are cut together."""
+    """The dimensions of all values, those of bodies included, by number, in classes of those that are cut together;
+    of a `single` element, which nothing cuts, only if asked for.
+    """
 
+    single: bool = False
     parents: list[int] = field(default_factory=list[int])
     nodes: list[tuple[float, bool, list[int], list[int]]] = field(default_factory=list)
     """Of each operator: its flops, whether it is of the forward pass, its dimensions kept and those summed up."""
@@ -207,7 +279,11 @@ class _Dims:
                 for before, after in apart:
                     self._join(firsts[node.inputs[0]] + before, firsts[node.outputs[0]] + after)
                 parts = {rule.operands[0][before] for before, _ in apart}
-                kept, summed = self._follow(rule, read, [firsts[v] for v in node.outputs], parts)
+                made = [firsts[v] for v in node.outputs]
+                kept, summed = self._follow(rule, read, made, parts)
+                if self.single and rule.single is not None:
+                    more = self._follow(rule.single, read, made, ())
+                    kept, summed = kept + more[0], summed + more[1]
                 self.nodes.append((times * rule.flops, phase(node) == "forward", [*kept, *(around or ())], summed))
         return firsts
 

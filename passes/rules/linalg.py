@@ -7,7 +7,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import cast
 
-from passes.ir import Node, TensorType
+from passes.ir import Node, TensorType, item_nbytes
+from passes.rules.columns import Columns
 from passes.rules.registry import ShardingRule, Types, build, rule, size_of
 
 
@@ -70,12 +71,31 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
 
 _DECOMPOSITIONS = {
-    "cholesky": 1 / 3, "eig": 25, "eigh": 9, "hessenberg": 10 / 3, "householder_product": 4 / 3, "lu": 2 / 3,
-    "qr": 4 / 3, "schur": 25, "svd": 22, "tridiagonal": 4 / 3,
+    "cholesky": (1 / 3, 0.5e-6, 0), "eig": (25, 100e-6, 1 / 2), "eigh": (9, 10e-6, 1 / 3), "lu": (2 / 3, 10e-6, 0),
+    "hessenberg": (10 / 3, 10e-6, 1 / 2), "householder_product": (4 / 3, 2e-6, 0), "qr": (8 / 3, 4e-6, 0),
+    "schur": (25, 100e-6, 1 / 2), "svd": (22, 100e-6, 2 / 3), "tridiagonal": (4 / 3, 10e-6, 1 / 3),
 }  # fmt: skip
-"""Primitive -> flops over n^3 for an n by n matrix.
+"""Primitive -> (flops over n^3 for an n by n matrix, seconds that a GPU takes for each column, elements over n^3 that
+it reads in products of what is left of the matrix with vectors).
+
+Seconds are those that were published for float32, less what computing takes, over the columns: Cholesky of 512 to 4096
+on L40S 0.36 to 0.58 us (ml-explore/mlx#4262); LU of 4096 on V100 and A100 10 us (jax-ml/jax#9694); QR with its Q, two
+routines, of 16 and 32 on H100 4 to 6 us (pytorch/pytorch#173788) and of 64 4 us (flagos-ai/FlagGems#5586); SVD of 400
+complex columns on A100 110 us (tensor4all/tenferro-rs#1849). The others are assumed: as LU where columns are reduced,
+as SVD where rotations follow.
+
+Elements: a column is reduced by one product with what is left of a symmetric matrix, two of a general one, and of all
+rows for Hessenberg form. That is what holds an eigh on H100 below 3 % of its peak (Wang et al., "Extracting the
+Potential of Emerging Hardware Accelerators for Symmetric Eigenvalue Decomposition", 2024).
 
 Reference: Golub and Van Loan, "Matrix computations" (4th ed.), the counts after each algorithm.
+"""
+
+SOLVE_SECONDS = 0.5e-6
+"""Seconds that a triangular solve takes for each column on a GPU: 0.65 us of 10,000 with one right-hand side on V100
+(pytorch/pytorch#12683), 0.5 us of 128 and 256 (flagos-ai/FlagGems#5011, two solves). With many right-hand sides it is
+made of products of blocks (Charara, Keyes and Ltaief, "Redesigning Triangular Dense Matrix Computations on GPUs",
+Euro-Par 2016).
 """
 
 
@@ -83,8 +103,11 @@ Reference: Golub and Van Loan, "Matrix computations" (4th ed.), the counts after
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """Matrices of a batch are independent; one matrix stays whole."""
     *batch, rows, columns = operands[0].shape
-    flops = _DECOMPOSITIONS[node.primitive] * size_of(batch) * rows * columns * min(rows, columns)
-    return _in_batches(len(batch), operands, results, flops)
+    flops, seconds, read = _DECOMPOSITIONS[node.primitive]
+    cube, count = rows * columns * min(rows, columns), min(rows, columns)
+    base = _in_batches(len(batch), operands, results, flops * size_of(batch) * cube)
+    nbytes = read * cube * item_nbytes(operands[0].dtype)
+    return replace(base, columns=Columns(count=count, seconds=seconds, nbytes=nbytes))
 
 
 @rule("triangular_solve")
@@ -93,12 +116,13 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     matrix, sides = operands
     batch = range(matrix.rank - 2)
     around = (None, "side") if node.params["left_side"] else ("side", None)
-    return build(
+    base = build(
         [(matrix, [*batch, None, None]), (sides, [*batch, *around])],
         [(results[0], [*batch, *around])],
         flops=float(sides.size * matrix.shape[-1]),
         light=False,
     )
+    return replace(base, columns=Columns(count=matrix.shape[-1], seconds=SOLVE_SECONDS))
 
 
 @rule("tridiagonal_solve")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
 
@@ -15,10 +15,14 @@ from passes.cluster import Mesh
 from passes.device_placement import DevicePlacement
 from passes.errors import InternalError, PlanningError
 from passes.ir import Graph, Node, TensorType
+from passes.rules.columns import Columns
 from passes.rules.unruled import WITHOUT_RULE
 from passes.sharding import ShardingSpec, is_placed, placed
 
 Types = tuple[TensorType, ...]
+
+Factors = tuple[tuple[int, ...], ...]
+"""The number of the factor of each dimension of each array; -1 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,8 @@ class ShardingRule:
                        rest of it)
     `moves`            (an operand, a dimension of it, one of results), of which one is never cut, though the elements
                        along them are the same in another order or number: a batch goes on as one
+    `columns`          those of its matrices, of which each waits for the one before
+    `single`           the factors of dimensions of one element, which nothing cuts: a batch may have one row
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
     """
@@ -92,6 +98,8 @@ class ShardingRule:
     sums: bool = False
     splits: tuple[tuple[int, int], ...] = ()
     moves: tuple[tuple[int, int, int], ...] = ()
+    columns: Columns | None = None
+    single: ShardingRule | None = None
 
     @property
     def is_product(self) -> bool:
@@ -115,6 +123,19 @@ class ShardingRule:
         """Whether all pieces of the result along a dimension are equal."""
         factor = self.results[0][dim]
         return bool(self.shape_parameter) and factor >= 0 and not any(factor in dims for dims in self.operands)
+
+    def with_single(self) -> ShardingRule:
+        """The rule in which dimensions of one element have factors as others do."""
+        if self.single is None:
+            return self
+        first, single = len(self.factors), self.single
+
+        def dims(wide: Factors, ones: Factors) -> Factors:
+            pairs = (zip(*each, strict=True) for each in zip(wide, ones, strict=True))
+            return tuple(tuple(first + number if number >= 0 else factor for factor, number in dim) for dim in pairs)
+
+        operands, results = dims(self.operands, single.operands), dims(self.results, single.results)
+        return replace(self, factors=self.factors + single.factors, operands=operands, results=results)
 
     @property
     def adds(self) -> bool:
@@ -331,37 +352,39 @@ def build(
     together and leave the result partial.
     """
     reduce, partial, sizes = reduce or {}, partial or {}, sizes or {}
-    numbers: dict[Hashable, int] = {}
-    factors: list[Factor] = []
+    numbers: tuple[dict[Hashable, int], dict[Hashable, int]] = {}, {}  # those of dimensions of one element are apart
+    factors: tuple[list[Factor], list[Factor]] = [], []
     # JAX cannot place an array without elements in pieces.
     never = {label for type, labels in (*operands, *results) if not type.size for label in labels} | {None}
     for type, labels in (*operands, *results):
         for size, label in zip(type.shape, labels, strict=True):
-            if label in never or size == 1:
-                continue
-            if label not in numbers:
-                numbers[label] = len(factors)
-                factors.append(
+            known, made = numbers[size == 1], factors[size == 1]
+            if label not in never and label not in known:
+                known[label] = len(made)
+                made.append(
                     Factor(
-                        size=sizes.get(label, size),
+                        size=1 if size == 1 else sizes.get(label, size),
                         reduction=reduce.get(label, ""),
                         partial=partial.get(label, ()),
                     )
                 )
 
-    def dims(type: TensorType, labels: Sequence[Hashable]) -> tuple[int, ...]:
-        cut = zip(type.shape, labels, strict=True)
-        return tuple(-1 if label in never or size == 1 else numbers[label] for size, label in cut)
+    def dims(side: Sequence[tuple[TensorType, Sequence[Hashable]]], single: bool) -> Factors:
+        labelled = [zip(type.shape, labels, strict=True) for type, labels in side]
+        known = numbers[single]
+        return tuple(tuple(known.get(b, -1) if single == (size == 1) else -1 for size, b in each) for each in labelled)
 
     if not any(type.dtype == "float0" for type, _ in (*operands, *results)):  # of which there are no sums
-        factors.extend(Factor(size=0, reduction="add", partial=tuple(together)) for together in linear)
+        factors[0].extend(Factor(size=0, reduction="add", partial=tuple(together)) for together in linear)
+    single = ShardingRule(factors=tuple(factors[1]), operands=dims(operands, True), results=dims(results, True))
     return ShardingRule(
-        factors=tuple(factors),
-        operands=tuple(dims(*operand) for operand in operands),
-        results=tuple(dims(*result) for result in results),
+        factors=tuple(factors[0]),
+        operands=dims(operands, False),
+        results=dims(results, False),
         flops=float(sum(t.size for t, _ in results)) if flops is None else flops,
         light=light,
         sparse=sparse,
+        single=single if single.factors else None,
     )
 
 

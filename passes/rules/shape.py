@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node
-from passes.rules.registry import ShardingRule, Types, build, moved, rule
+from passes.rules.registry import Factor, ShardingRule, Types, build, moved, rule
 
 
 @rule("transpose")
@@ -22,7 +22,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     gone = cast("tuple[int, ...]", node.params["dimensions"])
     kept_dims = [d for d in range(operands[0].rank) if d not in gone]
-    return build([(operands[0], range(operands[0].rank))], [(results[0], kept_dims)], linear=((0,),), flops=0.0)
+    base = build([(operands[0], range(operands[0].rank))], [(results[0], kept_dims)], linear=((0,),), flops=0.0)
+    return replace(base, single=_single(operands[0].shape, results[0].shape))
 
 
 @rule("broadcast_in_dim", free=True)
@@ -59,7 +60,39 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         operand_labels[order[i]] = result_labels[j] = group
         sizes[group] = min(before[i], after[j])
     base = build([(operands[0], operand_labels)], [(results[0], result_labels)], sizes=sizes, linear=((0,),), flops=0.0)
-    return replace(base, localized=True, shape_parameter="new_sizes", splits=tuple(splits), moves=tuple(moves))
+    return replace(
+        base,
+        localized=True,
+        shape_parameter="new_sizes",
+        splits=tuple(splits),
+        moves=tuple(moves),
+        single=_single(before, after) if order == tuple(range(len(order))) else None,
+    )
+
+
+def _single(before: tuple[int, ...], after: tuple[int, ...]) -> ShardingRule | None:
+    """The factors of dimensions of one element: those with as many elements before them go together.
+
+    One that leads and is gone goes on in the dimension that leads then, as all rows of a batch would.
+    """
+    there = _ones(after)
+    wide = next((d for d, size in enumerate(after) if size > 1), -1)
+    goes_to = {d: there.get(at, wide if at[0] == 1 else -1) for at, d in _ones(before).items()}
+    numbers = {d: number for number, d in enumerate(sorted({*goes_to.values()} - {-1}))}
+    operand = tuple(numbers.get(goes_to.get(d, -1), -1) for d in range(len(before)))
+    result = tuple(numbers.get(d, -1) for d in range(len(after)))
+    return ShardingRule(factors=(Factor(size=1),) * len(numbers), operands=(operand,), results=(result,))
+
+
+def _ones(shape: tuple[int, ...]) -> dict[tuple[int, int], int]:
+    """(The elements before a dimension of one element, how many such stand just before it) -> the dimension."""
+    places: dict[tuple[int, int], int] = {}
+    elements, ones = 1, 0
+    for d, size in enumerate(shape):
+        if size == 1:
+            places[elements, ones] = d
+        elements, ones = elements * size, ones + 1 if size == 1 else 0
+    return places
 
 
 def _major_pairs(before: tuple[int, ...], after: tuple[int, ...]) -> list[tuple[int, int]]:

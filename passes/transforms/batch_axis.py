@@ -26,9 +26,17 @@ _NOWHERE = replicated(0)
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """The one axis in time, as a mesh: what a value's `local_shape` on it is, is its shape in one microbatch."""
+    """The one axis in time, as a mesh: what a value's `local_shape` on it is, is its shape in one microbatch; of a
+    batch of a `single` row that is all of it.
+    """
 
     count: int
+    single: bool = False
+
+    def rules(self, graph: Graph) -> dict[int, ShardingRule]:
+        """The rule of each node, by number."""
+        rules = rules_of(graph)
+        return dict(enumerate(rule.with_single() if self.single else rule for rule in rules))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -340,8 +348,7 @@ def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
 
 def _inside(walk: Walk, body: Body, ports: Mapping[int, ShardingSpec], varying: set[int]) -> Walk:
     graph = body.graph
-    rules = dict(enumerate(rules_of(graph)))
-    inside = Walk(graph, walk.time, rules, walk.coupling, inside=True)
+    inside = Walk(graph, walk.time, walk.time.rules(graph), walk.coupling, inside=True)
     entering = zip(graph.inputs, body.inputs, strict=True)
     inside.start([ports[s] for s in body.inputs], {v for v, port in entering if port in varying})
     inside.run()

@@ -20,7 +20,6 @@ from passes.errors import PlanningError, explain
 from passes.ir import LOOP, Graph, StatePairs, control_of, has_effect, is_ordered, phase, scan_of
 from passes.layers import OTHERWISE, batch_inputs, taken_for
 from passes.placement import Placement, is_free
-from passes.rules import rules_of
 from passes.sharding import ShardingSpec, replicated
 from passes.transforms.batch_axis import AXIS, PICKED, Coupling, Refusal, Time, Walk
 from passes.transforms.batch_demand import sink
@@ -116,13 +115,14 @@ def microbatch_stacks(graph: Graph) -> frozenset[int]:
 
 def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> Walk:
     """The place of everything in time if these inputs are cut; what uses a sum comes after the loop if it `waits`."""
-    rules = dict(enumerate(rules_of(graph)))
+    time = Time(count, single=any(graph.types[graph.inputs[position]].shape[0] == 1 for position in batch))
+    rules = time.rules(graph)
     cut = {position: _cut(graph.types[graph.inputs[position]].rank, 0) for position in batch}
     inputs = [cut.get(i, replicated(graph.types[v].rank)) for i, v in enumerate(graph.inputs)]
     varying = {graph.inputs[i] for i in batch}
     up_front: frozenset[int] = frozenset()
     while True:
-        walk = Walk(graph, Time(count), rules, coupling, up_front, waits=waits)
+        walk = Walk(graph, time, rules, coupling, up_front, waits=waits)
         walk.start(inputs, varying)
         walk.run()
         if not walk.wanted_up_front - up_front:

@@ -133,6 +133,96 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
 }
 
 
+TABLES = {"table": jnp.ones((64, 8)), "places": jnp.ones((16, 8)), "a": jnp.ones((8, 24)), "b": jnp.ones((24, 8))}
+ROW = Y[None]
+
+
+def spoken(p: Any, tokens: jax.Array, places: jax.Array) -> jax.Array:
+    x = p["table"][tokens] + p["places"][places]
+    return (x + jnp.tanh(x @ p["a"]) @ p["b"]) @ p["table"].T
+
+
+def masked(p: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    x = p["table"][tokens]
+    return jnp.where(mask, jnp.einsum("bsd,btd->bst", x, x), -9.0) @ x @ p["a"]
+
+
+def of_all_tokens(p: Any, tokens: jax.Array, places: jax.Array) -> jax.Array:
+    """Rows go on as one with their tokens, as in a mixture of experts."""
+    x = p["table"][tokens] + p["places"][places]
+    return x + (jnp.tanh(x.reshape(-1, 8) @ p["a"]) @ p["b"]).reshape(x.shape)
+
+
+def one_token(p: Any, tokens: jax.Array, place: jax.Array) -> jax.Array:
+    x = p["table"][tokens][:, None] + p["places"][place]
+    return jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def convolved(p: Any, images: jax.Array) -> jax.Array:
+    kernels = jax.lax.conv_general_dilated(images, p["k"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jnp.tanh(kernels).mean((1, 2)) @ p["head"]
+
+
+def row_by_row(w: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.map(lambda row: scores(w, row), x)
+
+
+def of_the_only_row(w: Any, x: jax.Array) -> jax.Array:
+    return scores(w, x[0])
+
+
+def by_one_expert(experts: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.einsum("ecd,edf->ecf", x[None], experts)[0]
+
+
+def over_time(w: Any, x: jax.Array) -> jax.Array:
+    def after(state: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state = jnp.tanh(x @ w["a"] + state @ w["b"])
+        return state, state
+
+    return jax.lax.scan(after, jnp.zeros((len(x), 8)), x.swapaxes(0, 1))[1]
+
+
+ONE_ROW: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = {
+    "a forward pass": (scores, (W, X[:1]), ("x",)),
+    "tied weights": (tied, (W, ROW), ("tokens",)),
+    "positions": (spoken, (TABLES, ROW, jnp.arange(16)), ("tokens",)),
+    "weights after it": (
+        lambda tokens, p, places: spoken(p, tokens, places),
+        (ROW, TABLES, jnp.arange(16)),
+        ("tokens",),
+    ),
+    "a mask of one row": (masked, (TABLES, ROW, jnp.ones((1, 16, 16), bool)), ("tokens", "mask")),
+    "all tokens as one": (of_all_tokens, (TABLES, ROW, jnp.arange(16)), ("tokens",)),
+    "an image": (
+        convolved,
+        ({"k": jnp.ones((1, 1, 3, 8)), "head": jnp.ones((8, 8))}, jnp.ones((1, 8, 8, 3))),
+        ("images",),
+    ),
+    "a loop over rows": (row_by_row, (W, X[:1, None]), ("x",)),
+    "the row without its dimension": (of_the_only_row, (W, X[None]), ("x",)),
+    "a loop over time": (over_time, (W, X[None]), ("x",)),
+    "a weight for each class": (with_class_weights, (W, X[:1], Y[:1], jnp.ones(8)), ("x", "y")),
+}
+"""Of these, weights, positions or classes were taken for the batch."""
+
+MORE_ROWS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = {
+    "a mask for all": (masked, (TABLES, Y[:8].reshape(2, 4), jnp.ones((1, 4, 4), bool)), ("tokens",)),
+    "one token a row at one position": (one_token, (TABLES, Y, jnp.arange(1)), ("tokens",)),
+    "one expert": (by_one_expert, (jnp.ones((1, 8, 8)), X), ("x",)),
+    "one expert after it": (lambda x, experts: by_one_expert(experts, x), (X, jnp.ones((1, 8, 8))), ("x",)),
+    "an image through a kernel of one pixel": (
+        convolved,
+        ({"k": jnp.ones((1, 1, 3, 8)), "head": jnp.ones((8, 8))}, jnp.ones((2, 8, 8, 3))),
+        ("images",),
+    ),
+}
+"""Of these, something else than the batch has one row."""
+
+CASES |= {f"one row: {name}": case for name, case in ONE_ROW.items()}
+CASES |= {f"more rows: {name}": case for name, case in MORE_ROWS.items()}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_batch_runs_through_the_work_of_the_forward_pass(name: str):
     step, arguments, wanted = CASES[name]
