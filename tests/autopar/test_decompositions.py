@@ -11,6 +11,8 @@ import pytest
 from jax.lax import linalg
 
 import autopar
+from passes.rules import rules_of
+from passes.rules.columns import Columns
 
 
 def seconds(step: Callable[..., Any], device: str, *shapes: tuple[int, ...], devices: int = 1) -> float:
@@ -63,3 +65,9 @@ def test_small_matrices_are_side_by_side_and_large_ones_take_turns():
     one, all16 = seconds(jnp.linalg.cholesky, "a100-80g", (512, 512)), seconds(jnp.linalg.cholesky, "a100-80g", *large)
     assert all16 > 8 * one
     assert seconds(jnp.linalg.cholesky, "a100-80g", *large, devices=8) < all16 / 4
+
+
+def test_a_rule_has_the_columns_of_one_matrix():
+    graph = autopar.parallelize(linalg.cholesky).trace(jax.ShapeDtypeStruct((4, 64, 64), "float32")).graph
+    (rule,) = [rule for rule in rules_of(graph) if rule.columns]
+    assert rule.columns == Columns(count=64, seconds=0.5e-6)
