@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from passes.cluster import DeviceSpec, Mesh
+from passes.intra_op.roofline import computed_flops
 from passes.ir import Graph, item_nbytes
 from passes.placement import Grouping, Placement, products
 from passes.rules import ShardingRule
@@ -43,7 +44,7 @@ def product_flops(graph: Graph, grouping: Grouping, placements: Sequence[Placeme
             for body, inner, layout in bodies:
                 total += max(body.trips, 1) * product_flops(body.graph, inner, layout.placements, mesh)
         elif rule.is_product:
-            total += rule.flops / _parts(rule, placement, mesh)
+            total += computed_flops(rule, mesh.cluster.group().device) / _parts(rule, placement, mesh)
     return total
 
 

@@ -24,7 +24,7 @@ from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice, Signature, SizelessRule, Where
 from passes.intra_op.rearranging import is_ordered, rearranging_seconds
-from passes.intra_op.roofline import has_own_rate, local_flops, times_made
+from passes.intra_op.roofline import computed_flops, has_own_rate, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.ir import Graph, TensorType
 from passes.placement import Grouping, OperatorGroup
@@ -297,7 +297,8 @@ class _Pricing:
     def _flops(self) -> Floats:
         mesh = self.tabulator.mesh
         again = np.array([times_made(member.writes) if member.rule.is_product else 1 for member in self.members])
-        member_flops = np.array([member.rule.flops for member in self.members])
+        device = mesh.cluster.group().device
+        member_flops = np.array([computed_flops(member.rule, device) for member in self.members])
         rows = member_flops[:, None] / self.tabulator.pieces(self.space.cuts)
         for position, member in enumerate(self.members):
             if has_own_rate(member.rule, mesh):

@@ -4,7 +4,7 @@ scheduling and packing.
 
 from passes.memory.accounting import gradient_nbytes, margin_of, model_of, peak
 from passes.memory.holders import PERSISTENT, Holder, Memory, Temporaries
-from passes.memory.xla_tpu import is_tpu
+from passes.memory.tpu_chips import is_tpu
 
 __all__ = [
     "PERSISTENT",

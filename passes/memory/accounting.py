@@ -19,6 +19,7 @@ from passes.ir import Graph, StatePairs, item_nbytes, phase
 from passes.memory import tpu_layouts, xla_cpu, xla_gpu, xla_tpu
 from passes.memory.holders import CAUSES, HOLDERS, Holder, Memory, Temporaries, phase_of
 from passes.memory.split_products import weights_of
+from passes.memory.tpu_chips import is_tpu
 from passes.placement import Grouping, Layout, ReshardingPlan
 from passes.sharding import ShardingSpec
 
@@ -49,7 +50,7 @@ class Model(Protocol):
 
 def model_of(device: DeviceSpec) -> Model:
     """The model of the compiler that a device has, of the CPU's where there is none."""
-    if xla_tpu.is_tpu(device):
+    if is_tpu(device):
         return xla_tpu.model(device.name)
     weights = weights_of(device.name)
     return xla_cpu.temporaries if weights is None else xla_gpu.model(weights)
@@ -57,14 +58,14 @@ def model_of(device: DeviceSpec) -> Model:
 
 def margin_of(device: DeviceSpec) -> float:
     """The share by which the compiled peak of a step on a device may be above its prediction."""
-    if xla_tpu.is_tpu(device):
+    if is_tpu(device):
         return TPU_MARGINS.get(device.name, max(TPU_MARGINS.values()))
     return 0.0 if weights_of(device.name) is None else GPU_MARGIN
 
 
 def nbytes_in(device: DeviceSpec, shape: tuple[int, ...], dtype: str) -> int:
     """The bytes of an array in a device's memory."""
-    return tpu_layouts.nbytes(shape, dtype) if xla_tpu.is_tpu(device) else math.prod(shape) * item_nbytes(dtype)
+    return tpu_layouts.nbytes(shape, dtype) if is_tpu(device) else math.prod(shape) * item_nbytes(dtype)
 
 
 @without_gc()

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import cast
 
 from passes.ir import Node, TensorType, item_nbytes
+from passes.memory.grouped_products import grouped
 from passes.memory.operations import TRANSPOSED, Kind, Operations, Shape, is_number
 from passes.memory.products import contraction, convolution
 from passes.memory.windows import selected, windowed
@@ -374,6 +375,7 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         "iota": _iota,
         "logistic": _logistic,
         "qr": _factored,
+        "ragged_dot_general": grouped,
         "random_bits": _random,
         "select_and_scatter_add": selected,
         "sort": _sorted,

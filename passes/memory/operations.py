@@ -116,18 +116,21 @@ def elements_nbytes(operation: Operation) -> int:
     return operation.nbytes
 
 
+Compiler = Literal["cpu", "gpu", "tpu"]
+
+
 class Operations:
     """The operations of a program as they are added; `at` and `value` are what the next ones stand for.
 
     Those that are fused (`TensorType.fused`) take no memory. Arithmetic on the dtypes `widened` is done in wider ones.
     What they make in the middle of a primitive is `rounded_to` a dtype, if that is narrower than the one computed in.
-    With `frames_images`, those smaller than the kernel of a convolution get zeros around them first. `lying` are the
-    operands, by product and side, that a product may read in place of the transposed ones that it has.
+    They are those of a `compiler`: XLA's for CPUs, GPUs or TPUs. `lying` are the operands, by product and side, that a
+    product may read in place of the transposed ones that it has.
     """
 
-    def __init__(self, widened: Mapping[str, str] = MappingProxyType({}), *, frames_images: bool = False) -> None:
+    def __init__(self, widened: Mapping[str, str] = MappingProxyType({}), compiler: Compiler = "gpu") -> None:
         self.widened = widened
-        self.frames_images = frames_images
+        self.compiler = compiler
         self.every: list[Operation] = []
         self.known: dict[tuple[object, ...], int] = {}
         self.wide: dict[tuple[int, Shape, tuple[int, ...] | None], int] = {}

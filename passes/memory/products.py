@@ -137,7 +137,7 @@ def _convolved(operations: Operations, params: Mapping[str, object], operands: S
     rhs = operations.transpose(operands[1], (*window, into, out))
     order = (first, *between, last)
     shape = tuple(type.shape[d] for d in order)
-    if operations.frames_images:
+    if operations.compiler == "cpu":
         lhs, rhs = _framed(operations, params, lhs, rhs, shape[1:-1])
     convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
     return operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))

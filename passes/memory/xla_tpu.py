@@ -11,30 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
 
-from passes.cluster import DeviceSpec
 from passes.memory import tpu_layouts, xla
 from passes.memory.all_reduces import combined
 from passes.memory.holders import Temporaries
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from passes.memory.packing import gaps_as_they_come
+from passes.memory.tpu_chips import ON_CHIP_NBYTES
 from passes.memory.tpu_collectives import is_summed
 from passes.memory.tpu_copies import copied
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_tables import TABLE_NBYTES, tables
 from passes.memory.two_cores import beside_chip
-
-ON_CHIP_NBYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "tpu-v3": 0,
-        "tpu-v4": 0,
-        "tpu-v5e": 128 * 2**20,
-        "tpu-v5p": 64 * 2**20,
-        "tpu-v6e": 128 * 2**20,
-        "tpu-7x": 64 * 2**20,
-    }
-)
-"""The bytes of vector memory of a core in which the compiler keeps arrays (jax/_src/pallas/mosaic/tpu_info.py)."""
 
 SPLIT = frozenset({"tpu-v5p"})
 """TPUs whose two cores share every kernel (passes/memory/two_cores.py). An array that is read in a narrower dtype more
@@ -53,11 +41,6 @@ and errs by as much; of 25 on v5e, 0.3 has 4 and 7.4 %, 0.4 has 4 and 6.4 %, 0.5
 
 MOST_TEMPORARIES = 0.4
 """The share on other TPUs, of which v5e alone was measured, as above."""
-
-
-def is_tpu(device: DeviceSpec) -> bool:
-    """Whether a device is a TPU that this model knows."""
-    return device.name in ON_CHIP_NBYTES
 
 
 def _copied_and_combined(

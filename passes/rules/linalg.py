@@ -41,8 +41,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
     Cut rows are those of other groups on each device, whose sizes there follow from those of all. The groups' own
     dimension stays whole: which rows a group has is known only when it runs. A multiply-add of rows and the matrix of
-    their group is 2 flops; XLA:CPU, which multiplies all rows by all matrices, takes as many times more as there are
-    groups.
+    their group is 2 flops.
     """
     numbers = cast("Mapping[str, tuple[int, ...]]", node.params["ragged_dot_dimension_numbers"])
     contract, batch = cast("tuple[tuple[tuple[int, ...], ...], ...]", numbers["dot_dimension_numbers"])
@@ -67,7 +66,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         flops=2.0 * results[0].size * depth / (sizes.shape[-1] if groups else 1),
         light=False,
     )
-    return replace(base, localized=True)
+    return replace(base, localized=True, groups=sizes.shape[-1] if ragged not in batch[0] else 1)
 
 
 _DECOMPOSITIONS = {

@@ -65,6 +65,41 @@ def test_a_product_takes_the_flops_of_each_row_with_its_group():
     assert sum(plan.flops.values()) == (3 * 4 - 1) * 2 * ROWS * WIDTH * HIDDEN
 
 
+def product(matrices: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(x, matrices, sizes)
+
+
+def squared(matrices: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    return jnp.sum(product(matrices, x, sizes) ** 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("function", [product, jax.grad(squared), jax.grad(squared, 1)])
+def test_rows_are_held_once_for_each_group(function: Any, dtype: str):
+    args = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in ((EXPERTS, 64, 128), (512, 64)))
+    sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
+    compiled = autopar.parallelize(function, devices=jax.devices()[:1], batch_argnums=1).lower(*args, sizes).compile()
+    compiled.verify().check()
+    memory = compiled.memory_analysis()
+    needed = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    assert compiled.plan.peak_nbytes == pytest.approx(needed, rel=0.02)
+
+
+def test_a_tpu_multiplies_each_row_by_the_matrix_of_its_group_alone():
+    args = tuple(jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((16, 1024, 4096), (8192, 1024)))
+    sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
+
+    def plan(function: Any, cluster: str, *args: Any) -> autopar.Plan:
+        return autopar.parallelize(function, cluster=cluster, batch_argnums=1).plan(*args)
+
+    for cluster, groups in (("1:tpu-v5e", 1), ("1:h100", 16)):
+        dense = plan(lambda w, x: x @ w, cluster, jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), args[1])
+        ragged = plan(product, cluster, *args, sizes)
+        assert ragged.seconds["compute"] == pytest.approx(groups * dense.seconds["compute"], rel=0.25)
+        rows = 0 if groups == 1 else groups * 8192 * 1024 * 2
+        assert ragged.peak_nbytes - sum(x.size * 2 for x in args) - 8192 * 4096 * 2 == pytest.approx(rows, abs=1e6)
+
+
 def test_no_device_has_all_of_the_work():
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), drawn(64))
     sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)

@@ -15,10 +15,11 @@ from passes.memory.on_chip import off_chip
 from passes.memory.operations import Kind, Operation, Operations
 from passes.memory.overlap import schedule
 from passes.memory.packing import Span
+from passes.memory.tpu_chips import ON_CHIP_NBYTES
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_layouts import nbytes, stored
 from passes.memory.windows import selected
-from passes.memory.xla_tpu import ON_CHIP_NBYTES, SPLIT_ALIGNMENT
+from passes.memory.xla_tpu import SPLIT_ALIGNMENT
 from passes.placement import resharding_plan
 from tests.passes.intra_op.test_assemblies import GRAPH, GROUPING, MESH, RESHARDER, whole
 from tests.passes.memory.device_programs import TABLE, drawn, operation, program
