@@ -89,13 +89,14 @@ def test_two_axes_are_never_dearer_than_one():
         assert best.solution.objective <= other.solution.objective * (1 + 1e-6), planner
 
 
-@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("dropout", [False, slow(True)])
 def test_data_parallelism_reduces_every_gradient_once_and_the_loss(dropout):
     planned = plan(SMALL, 64, autopar.DataParallel(), dropout=dropout)
     assert {c.kind for c in planned.collectives} == {"all_reduce"}
     assert total(planned, "all_reduce") == parameters(SMALL) + 1
 
 
+@pytest.mark.slow
 def test_zero_cuts_state_and_leaves_the_batch_cut():
     one, three = plan(SMALL, 64, autopar.Zero(1)), plan(SMALL, 64, autopar.Zero(3))
     for found in (one, three):
