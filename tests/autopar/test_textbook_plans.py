@@ -59,10 +59,10 @@ def kinds(plan: Any, over: str = "data") -> set[str]:
     return {c.kind for c in plan.collectives if over in c.axes}
 
 
-def with_recomputation(names: Any, ways: tuple[str, ...] = RECOMPUTING) -> list[Any]:
-    """Models as they are and recomputed in each way that they have; a third of it in every run."""
+def with_recomputation(names: Any, ways: tuple[str, ...] = RECOMPUTING, step: int = 6) -> list[Any]:
+    """Models as they are and recomputed in each way that they have; in every run the first of each `step`."""
     return [
-        pytest.param(name, recomputing, id=f"{name}-{recomputing}", marks=[pytest.mark.slow] * ((i + way) % 3 > 0))
+        pytest.param(name, recomputing, id=f"{name}-{recomputing}", marks=[pytest.mark.slow] * ((i + way) % step > 0))
         for i, name in enumerate(names)
         for way, recomputing in enumerate(ways)
         if recomputing != "jax.checkpoint" or hasattr(MODELS[name].least, "remat")
@@ -85,7 +85,7 @@ def test_data_parallelism_reduces_each_gradient_once_and_sends_nothing_else(name
 
 @pytest.mark.parametrize(
     ("name", "recomputing"),
-    with_recomputation(["gpt", "gpt-scan", "llama", "llama-scan", "moe", "bert"], ("plain", "jax.checkpoint")),
+    with_recomputation(["gpt", "gpt-scan", "llama", "llama-scan", "moe", "bert"], RECOMPUTING[:2]),
 )
 def test_data_parallelism_reduces_after_the_last_microbatch(name: str, recomputing: str):
     model = replace(MODELS[name], least_batch=16)
@@ -94,7 +94,7 @@ def test_data_parallelism_reduces_after_the_last_microbatch(name: str, recomputi
     assert sent(plan, "all_reduce") <= nbytes(params) + METRICS_NBYTES
 
 
-@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"]))
+@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"], step=3))
 def test_zero_fetches_weights_and_no_activation(name: str, recomputing: str):
     plan, params = planned(MODELS[name], autopar.Zero(3), recomputing=recomputing)
     assert kinds(plan) <= {"all_gather", "all_reduce", "reduce_scatter"}
@@ -103,9 +103,7 @@ def test_zero_fetches_weights_and_no_activation(name: str, recomputing: str):
     assert sent(plan, "all_reduce") + 8 * sent(plan, "reduce_scatter") <= nbytes(params) + METRICS_NBYTES
 
 
-@pytest.mark.parametrize(
-    ("name", "recomputing"), with_recomputation(["gpt", "llama-scan"], ("plain", "jax.checkpoint"))
-)
+@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan"], RECOMPUTING[:2]))
 def test_zero_fetches_half_precision_weights_once_forward_and_once_backward(name: str, recomputing: str):
     """Casts are cut as what they are made of: gathered in 2 bytes of 4, and not kept whole for the backward pass."""
     plan, params = planned(MODELS[name], autopar.Zero(3), recomputing=recomputing, dtype="bfloat16")
@@ -135,7 +133,7 @@ def test_zero_transposes_the_copy_that_is_fetched_and_keeps_no_transpose_whole(t
     assert sent(plan, "all_gather") == (1 if tied else 3) * table.size * jnp.dtype(dtype).itemsize
 
 
-@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"]))
+@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"], step=3))
 def test_megatron_sends_gradients_alone_along_data(name: str, recomputing: str):
     plan, params = planned(MODELS[name], autopar.Megatron(data=2, tensor=4), recomputing=recomputing)
     assert kinds(plan) == {"all_reduce"}
@@ -146,6 +144,7 @@ def norms(params: Any) -> int:
     return sum("scale" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
 
 
+@pytest.mark.slow
 def test_each_moment_of_a_batch_norm_is_reduced_once():
     plan, params = planned(MODELS[NORMALISED_BY_BATCH], autopar.DataParallel())
     weights = len(jax.tree.leaves(params)) - 2 * norms(params)

@@ -221,6 +221,7 @@ def test_equal_stages_are_planned_once_and_as_by_themselves():
     assert ours.planner == theirs.planner
 
 
+@pytest.mark.slow
 def test_schedules_share_the_plans_of_stages():
     asked = Configuration(job=TINY, cluster=CLUSTER, microbatches=4, data=2, pipeline=2)
     one, split = asked.plan(), replace(asked, schedule="zero-bubble-h1").plan()

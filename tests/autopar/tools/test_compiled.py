@@ -23,7 +23,7 @@ from benchmarks.trainings import MODELS, make_state, make_step
 from models import layers
 from passes.cluster import parse_cluster
 from passes.cluster.accelerators import TABLE
-from tests.sample import half
+from tests.sample import half, slow
 
 needs_gpu_compiler = pytest.mark.skipif(
     not topologies._is_installed(EXTRAS["gpu"][0]), reason="needs pip install 'autopar[gpu-compiler]'"
@@ -100,13 +100,12 @@ def model(name: str) -> tuple[Any, tuple[Any, ...]]:
     return make_step(chosen.module, chosen.least, optimizer), (state, batch)
 
 
-CASES = [("mlp", planner) for planner in PLANNERS]
-CASES += [("dlrm", "auto")]
-LONG = [("gpt", "zero"), ("moe", "auto"), ("gpt-scan", "zero")]
+CASES = [("mlp", "zero"), ("mlp", "megatron")]
+LONG = [("mlp", "dp"), ("mlp", "auto"), ("dlrm", "auto"), ("gpt", "zero"), ("moe", "auto"), ("gpt-scan", "zero")]
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(("name", "planner"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)])
+@pytest.mark.parametrize(("name", "planner"), [*CASES, *(slow(*case) for case in LONG)])
 def test_what_a_gpus_compiler_sends_was_planned(name: str, planner: str, as_users_compile: None):
     """Bytes by kind and axes are equal, whatever was combined; so are arguments."""
     step, args = mlp() if name == "mlp" else model(name)
