@@ -185,7 +185,11 @@ def test_forms_are_made_again(tmp_path: Path, options: dict[str, Any]):
 
 @pytest.mark.parametrize(
     "planner",
-    [slow(autopar.Pipeline(stages=2, microbatches=2)), autopar.DataParallel(), autopar.Auto(pipeline=True, layers=2)],
+    [
+        slow(autopar.Pipeline(stages=2, microbatches=2)),
+        slow(autopar.DataParallel()),
+        autopar.Auto(pipeline=True, layers=2),
+    ],
     ids=["pipeline", "data parallel", "stages"],
 )
 def test_what_runs_from_the_cache_is_the_step(tmp_path: Path, planner: Any):

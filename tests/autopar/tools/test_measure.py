@@ -17,6 +17,7 @@ from autopar.tools.device_sweep import Sample
 from autopar.tools.measurement import NBYTES, Measurement, hidden, lines_through, with_overlap
 from passes.cluster import Cluster, DeviceSpec, Measured, Mesh, collectives, parse_cluster
 from passes.cluster.hosts import virtual_cpu
+from tests.sample import slow
 
 
 def measured(*found):
@@ -122,7 +123,9 @@ def on(device: DeviceSpec) -> Cluster:
     return replace(cluster, groups=(replace(cluster.group(), device=device),))
 
 
-@pytest.mark.parametrize("shape", [{"half_extent": 16.0}, {"cores": 108, "half_inner": 64.0}], ids=["extents", "tiles"])
+@pytest.mark.parametrize(
+    "shape", [{"half_extent": 16.0}, slow({"cores": 108, "half_inner": 64.0})], ids=["extents", "tiles"]
+)
 def test_a_device_is_measured_as_what_it_is(shape):
     """Times that follow the cost model of a made-up device give back its rates, and are then predicted exactly."""
     truth = replace(
