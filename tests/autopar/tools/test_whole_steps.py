@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -88,6 +89,7 @@ def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPa
     def seconds(training: WholeStep, mesh: Mesh, devices: object) -> float:
         return single_plan(training.traced(), truth).step_seconds
 
+    monkeypatch.setattr(WholeStep, "traced", functools.cache(WholeStep.traced))
     monkeypatch.setattr(whole_steps, "seconds", seconds)
     monkeypatch.setattr(whole_steps, "transformers", lambda platform: SEVERAL)
     monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: NETS)
