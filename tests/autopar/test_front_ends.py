@@ -258,6 +258,7 @@ def test_front_end_equals_jit(name: str):
     assert_equals_jit(FRONT_ENDS[name](), autopar.Auto())
 
 
-@pytest.mark.parametrize("name", ["pure functions", slow("linen train state"), slow("nnx graph in state")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pure functions", "linen train state", "nnx graph in state"])
 def test_front_end_equals_jit_with_the_batch_cut(name: str):
     assert_equals_jit(FRONT_ENDS[name](), autopar.DataParallel())

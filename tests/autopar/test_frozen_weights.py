@@ -66,7 +66,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", [slow("adapters"), "adapters of quantized weights", "a teacher"])
+@pytest.mark.parametrize("name", [slow("adapters"), "adapters of quantized weights", slow("a teacher")])
 def test_zero_cuts_weights_that_are_not_updated(name: str):
     step, args, argument = STEPS[name]
     compiled = autopar.parallelize(step, planner=autopar.Zero(3)).lower(*args).compile()

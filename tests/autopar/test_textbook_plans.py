@@ -59,10 +59,10 @@ def kinds(plan: Any, over: str = "data") -> set[str]:
     return {c.kind for c in plan.collectives if over in c.axes}
 
 
-def with_recomputation(names: Any, ways: tuple[str, ...] = RECOMPUTING, step: int = 6) -> list[Any]:
-    """Models as they are and recomputed in each way that they have; in every run the first of each `step`."""
+def with_recomputation(names: Any, ways: tuple[str, ...] = RECOMPUTING) -> list[Any]:
+    """Models as they are and recomputed in each way that they have; a sixth of it in every run."""
     return [
-        pytest.param(name, recomputing, id=f"{name}-{recomputing}", marks=[pytest.mark.slow] * ((i + way) % step > 0))
+        pytest.param(name, recomputing, id=f"{name}-{recomputing}", marks=[pytest.mark.slow] * ((i + way) % 6 > 0))
         for i, name in enumerate(names)
         for way, recomputing in enumerate(ways)
         if recomputing != "jax.checkpoint" or hasattr(MODELS[name].least, "remat")
@@ -94,7 +94,7 @@ def test_data_parallelism_reduces_after_the_last_microbatch(name: str, recomputi
     assert sent(plan, "all_reduce") <= nbytes(params) + METRICS_NBYTES
 
 
-@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"], step=3))
+@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"]))
 def test_zero_fetches_weights_and_no_activation(name: str, recomputing: str):
     plan, params = planned(MODELS[name], autopar.Zero(3), recomputing=recomputing)
     assert kinds(plan) <= {"all_gather", "all_reduce", "reduce_scatter"}
@@ -133,7 +133,7 @@ def test_zero_transposes_the_copy_that_is_fetched_and_keeps_no_transpose_whole(t
     assert sent(plan, "all_gather") == (1 if tied else 3) * table.size * jnp.dtype(dtype).itemsize
 
 
-@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"], step=3))
+@pytest.mark.parametrize(("name", "recomputing"), with_recomputation(["gpt", "llama-scan", "moe"]))
 def test_megatron_sends_gradients_alone_along_data(name: str, recomputing: str):
     plan, params = planned(MODELS[name], autopar.Megatron(data=2, tensor=4), recomputing=recomputing)
     assert kinds(plan) == {"all_reduce"}

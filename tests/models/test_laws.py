@@ -70,7 +70,7 @@ def case(request) -> Case:
     return CASES[request.param]
 
 
-TRAINED = {"gpt", "moe", "dlrm", "wide_resnet"}
+TRAINED = {"gpt", "moe", "dlrm", "alexnet"}
 """Those that take a step in every run: a language model, one with experts, one of tables, one of convolutions."""
 
 

@@ -23,7 +23,7 @@ from benchmarks.trainings import MODELS, make_state, make_step
 from models import layers
 from passes.cluster import parse_cluster
 from passes.cluster.accelerators import TABLE
-from tests.sample import half, slow
+from tests.sample import slow
 
 needs_gpu_compiler = pytest.mark.skipif(
     not topologies._is_installed(EXTRAS["gpu"][0]), reason="needs pip install 'autopar[gpu-compiler]'"
@@ -44,7 +44,10 @@ def pooled(x: jax.Array) -> jax.Array:
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(("group", "cluster"), half((1, 2), ("1:a100-80g", "1:h100")))
+@pytest.mark.parametrize(
+    ("group", "cluster"),
+    [(2, "1:h100"), *(slow(*case) for case in ((1, "1:h100"), (1, "1:a100-80g"), (2, "1:a100-80g")))],
+)
 def test_attention_with_shared_keys_on_a_gpu(cluster: str, group: int) -> None:
     """Its weights lie in another order than gradients of values are summed in, so they are made again for these, and
     gradients of weights are brought into that order.
