@@ -260,12 +260,12 @@ def test_a_line_that_became_two_is_planned_anew(tmp_path: Path):
 # Damage.
 
 
-def damaged(text: str) -> dict[str, bytes]:
+def damaged(text: str, flips: int) -> dict[str, bytes]:
     """An entry's text in many states, none of which may be believed."""
     whole, dice = text.encode(), random.Random(0)
     found = {"empty": b"", "binary": bytes(range(256)), "list": b"[]", "object": b"{}", "nested": b"[" * 100_000}
     found |= {f"first {n}": whole[:n] for n in (1, 10, len(whole) // 2, len(whole) - 2)}
-    for i in range(12):
+    for i in range(flips):
         at = dice.randrange(len(whole))
         found[f"changed at {at} ({i})"] = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
     found["edited"] = text.replace('"microbatches": 1', '"microbatches": 2').encode()
@@ -273,10 +273,11 @@ def damaged(text: str) -> dict[str, bytes]:
     return found
 
 
-def test_damaged_and_foreign_entries_are_ignored_and_replaced(tmp_path: Path):
+@pytest.mark.parametrize("flips", [3, slow(12)])
+def test_damaged_and_foreign_entries_are_ignored_and_replaced(tmp_path: Path, flips: int):
     first, _ = plan(tmp_path)
     (path,) = entries(tmp_path)
-    cases = damaged(path.read_text())
+    cases = damaged(path.read_text(), flips)
     plan(tmp_path, planner=autopar.DataParallel())
     (other,) = set(entries(tmp_path)) - {path}
     cases["another's"] = other.read_bytes()

@@ -113,7 +113,9 @@ def test_windows_are_reduced_as_xla_reduces_them(
     assert error(network, "dp", dtype, count) == pytest.approx(0, abs=0.005)
 
 
-@pytest.mark.parametrize(("planner", "dtype"), half(("dp", "megatron", "auto"), DTYPES))
+@pytest.mark.parametrize(
+    ("planner", "dtype"), [*half(("dp", "megatron"), DTYPES), *(slow("auto", dtype) for dtype in DTYPES)]
+)
 def test_a_small_image_is_held_with_the_zeros_around_it(planner: str, dtype: str):
     assert error(of_small_images, planner, dtype, None) == pytest.approx(0, abs=0.005)
 

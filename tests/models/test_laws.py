@@ -65,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[slow(name) if name == "wide_resnet" else name for name in CASES])
 def case(request) -> Case:
     return CASES[request.param]
 

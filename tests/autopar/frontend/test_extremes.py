@@ -53,7 +53,7 @@ def test_a_step_with_an_accuracy_is_jits(name: str, planner: Any):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("name", ["argmax", slow("argmin")])
 def test_an_accuracy_sends_no_logits(name: str):
     params = jax.eval_shape(partial(gpt.init, LARGE), jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((64, LARGE.sequence_length), jnp.int32)

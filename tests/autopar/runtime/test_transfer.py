@@ -18,7 +18,7 @@ from autopar.errors import ArgumentError
 from autopar.runtime.transfer import Local, Route, Transfer, compile_transfer
 from autopar.runtime.transfer_plan import Kind, TransferPlan, plan_transfer
 from passes.errors import InternalError
-from tests.sample import slow
+from tests.sample import half, slow
 
 
 def over(devices: list[int], *spec: Any, sizes: tuple[int, ...] | None = None) -> NamedSharding:
@@ -140,8 +140,7 @@ def test_scalars_and_empty_arrays(shape: tuple[int, ...]) -> None:
         assert_arrives(shape, source, target)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "float64"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("dtype", "seed"), half(["float32", "bfloat16", "int32", "bool", "float64"], range(8)))
 def test_random_shardings(dtype: str, seed: int) -> None:
     rng = np.random.default_rng([seed, len(dtype)])
 

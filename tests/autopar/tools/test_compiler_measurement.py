@@ -170,6 +170,7 @@ def test_the_device_is_that_of_the_estimates_and_its_links_the_presets() -> None
     assert Cluster.from_json(json.loads(json.dumps(result.cluster.to_json()))) == result.cluster
 
 
+@pytest.mark.usefixtures("few_halves")
 def test_a_gpus_kernels_begin_in_the_presets_time() -> None:
     preset = parse_cluster("8:h100")
     result = fitted(preset, by_model(with_device(preset, launch_seconds=0.0, half_inner=32.0)))
