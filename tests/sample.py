@@ -14,6 +14,17 @@ def some(cases: Iterable[Any], quick: int) -> list[Any]:
     return [case if i < quick else slow(case) for i, case in enumerate(cases)]
 
 
+def each(*axes: Iterable[Any]) -> list[Any]:
+    """Every combination of the cases of several axes: as few as have each case for every run."""
+    known = [list(axis) for axis in axes]
+    quick = {tuple(number % len(axis) for axis in known) for number in range(max(map(len, known)))}
+    combined = itertools.product(*map(enumerate, known))
+    return [
+        values if places in quick else slow(*values)
+        for places, values in (zip(*combination, strict=True) for combination in combined)
+    ]
+
+
 def half(*axes: Iterable[Any]) -> list[Any]:
     """Every combination of the cases of several axes: half of them, with each case, for every run."""
     combined = itertools.product(*map(enumerate, axes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 
 from tests.test_layering import Sources, is_within, read_tree, tree
@@ -51,16 +52,19 @@ def of_packages(sources: Sources) -> Iterator[tuple[str, ast.Module]]:
             yield module, tree(source)
 
 
-def bound(module: ast.Module) -> Iterator[tuple[int, str]]:
+@functools.cache
+def bound(module: ast.Module) -> list[tuple[int, str]]:
     """The line and name of every variable, argument, attribute, function and class that a module binds."""
+    found = list[tuple[int, str]]()
     for node in ast.walk(module):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()):
-                yield node.lineno, name
+                found.append((node.lineno, name))
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield node.lineno, name
+                found.append((node.lineno, name))
             case _:
                 pass
+    return found
 
 
 def vague(sources: Sources) -> list[Complaint]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
+from tests.sample import each
 
 BY_HAND = [autopar.DataParallel(), autopar.Zero(3)]
 WIDTH = 64
@@ -46,12 +47,12 @@ def test_sums_over_the_batch_are_all_that_is_sent(loss: Callable[..., jax.Array]
     assert max(collective.nbytes for collective in plan.collectives) <= types[0].size * 4
 
 
-@pytest.mark.parametrize("loss", [divided, normed, softened])
-def test_a_step_with_statistics_is_jits(loss: Callable[..., jax.Array]):
+@pytest.mark.parametrize(("loss", "planner"), each([divided, normed, softened], [*BY_HAND, autopar.Auto()]))
+def test_a_step_with_statistics_is_jits(loss: Callable[..., jax.Array], planner: Any):
     with jax.enable_x64(True):
         draws = np.random.default_rng(0)
         weight, x = draws.normal(size=(8, 8)), draws.normal(size=(16, 8))
-        wanted = jax.jit(step_of(loss))(weight, x)
-        for planner in (*BY_HAND, autopar.Auto()):
-            got = autopar.parallelize(step_of(loss), planner=planner)(weight, x)
-            np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-10)
+        got, wanted = (
+            f(weight, x) for f in (autopar.parallelize(step_of(loss), planner=planner), jax.jit(step_of(loss)))
+        )
+        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-10)

@@ -29,7 +29,7 @@ from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.rewrite.test_remat import arguments
 from tests.autopar.rewrite.test_remat import train_step as deep_step
 from tests.autopar.tools.test_cli import TRAIN
-from tests.sample import slow
+from tests.sample import slow, some
 
 CLUSTER = "1x4:a100-80g"
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -183,11 +183,10 @@ def test_forms_are_made_again(tmp_path: Path, options: dict[str, Any]):
         assert not searched
 
 
-@pytest.mark.parametrize(
-    "planner",
-    [slow(autopar.Pipeline(stages=2, microbatches=2)), autopar.DataParallel(), autopar.Auto(pipeline=True, layers=2)],
-    ids=["pipeline", "data parallel", "stages"],
-)
+BY_HAND = (autopar.Pipeline(stages=2, microbatches=2), autopar.DataParallel())
+
+
+@pytest.mark.parametrize("planner", some((autopar.Auto(pipeline=True, layers=2), *BY_HAND), 1))
 def test_what_runs_from_the_cache_is_the_step(tmp_path: Path, planner: Any):
     with jax.enable_x64(True):
         given = arguments("float64")
@@ -261,12 +260,12 @@ def test_a_line_that_became_two_is_planned_anew(tmp_path: Path):
 # Damage.
 
 
-def damaged(text: str) -> dict[str, bytes]:
+def damaged(text: str, flips: int) -> dict[str, bytes]:
     """An entry's text in many states, none of which may be believed."""
     whole, dice = text.encode(), random.Random(0)
     found = {"empty": b"", "binary": bytes(range(256)), "list": b"[]", "object": b"{}", "nested": b"[" * 100_000}
     found |= {f"first {n}": whole[:n] for n in (1, 10, len(whole) // 2, len(whole) - 2)}
-    for i in range(12):
+    for i in range(flips):
         at = dice.randrange(len(whole))
         found[f"changed at {at} ({i})"] = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
     found["edited"] = text.replace('"microbatches": 1', '"microbatches": 2').encode()
@@ -274,10 +273,11 @@ def damaged(text: str) -> dict[str, bytes]:
     return found
 
 
-def test_damaged_and_foreign_entries_are_ignored_and_replaced(tmp_path: Path):
+@pytest.mark.parametrize("flips", [3, slow(12)])
+def test_damaged_and_foreign_entries_are_ignored_and_replaced(tmp_path: Path, flips: int):
     first, _ = plan(tmp_path)
     (path,) = entries(tmp_path)
-    cases = damaged(path.read_text())
+    cases = damaged(path.read_text(), flips)
     plan(tmp_path, planner=autopar.DataParallel())
     (other,) = set(entries(tmp_path)) - {path}
     cases["another's"] = other.read_bytes()

@@ -151,7 +151,14 @@ def test_what_cannot_be_compared_is_refused() -> None:
         autopar.compare(parallel(), (params, batch), planners={"three": 3})  # pyright: ignore[reportArgumentType]
 
 
-def test_stages_and_modules_are_compared() -> None:
+@pytest.mark.slow
+def test_stages_are_compared() -> None:
+    planners = {"stages": autopar.GPipe(stages=2, microbatches=2)}
+    rows = autopar.compare(parallel(), arguments(), planners=planners).rows
+    assert {row.plan.shape for row in rows if row.plan and row.steps} >= {"2 stages"}
+
+
+def test_modules_are_compared() -> None:
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
 
     @autopar.parallelize(devices=jax.devices()[:4])
@@ -165,6 +172,3 @@ def test_stages_and_modules_are_compared() -> None:
     assert {row.name for row in comparison.rows if row.steps} == {comparing.OWN, "zero"}
     np.testing.assert_array_equal(model.kernel[...], before)
     assert comparison.fastest(model, batch) == pytest.approx(float(jnp.sum((batch @ before) ** 2)), rel=1e-5)
-    planners = {"stages": autopar.GPipe(stages=2, microbatches=2)}
-    rows = autopar.compare(parallel(), arguments(), planners=planners).rows
-    assert {row.plan.shape for row in rows if row.plan and row.steps} >= {"2 stages"}

@@ -20,7 +20,7 @@ import autopar
 from autopar.checks import verify
 from autopar.checks.hlo import UNCOMBINED
 from models import gpt
-from tests.sample import half
+from tests.sample import each, slow
 
 BATCH = 16
 STEPS = 5
@@ -185,7 +185,7 @@ def test_remat_equals_jit(planner: str):
         assert_equal(train(training, PLANNERS[planner]).results, training.expected, TOLERANCE["float64"])
 
 
-@pytest.mark.parametrize(("planner", "dtype"), half(PLANNERS, TOLERANCE))
+@pytest.mark.parametrize(("planner", "dtype"), each(PLANNERS, TOLERANCE))
 def test_mlp_equals_jit(planner: str, dtype: str):
     with jax.enable_x64(dtype == "float64"):
         training = mlp_training(dtype)
@@ -238,7 +238,7 @@ def test_plan_for_absent_devices_from_shapes():
 @pytest.mark.parametrize(
     "of_rows",
     [
-        lambda h: lax.associative_scan(jnp.add, h, axis=1),
+        slow(lambda h: lax.associative_scan(jnp.add, h, axis=1)),
         lambda h: jnp.concatenate([h, h[:, :0]], axis=1),
         lambda h: jnp.concatenate(jnp.split(h, [h.shape[1]], axis=1)[::-1], axis=1),
     ],
@@ -258,7 +258,8 @@ def test_gradients_of_pieces_of_which_one_is_empty(of_rows: Callable[[jax.Array]
         np.testing.assert_allclose(this, that, rtol=1e-5, atol=1e-5 * float(jnp.abs(that).max()))
 
 
-def test_fourier_transforms_beside_collectives():
+@pytest.mark.parametrize("planner", [autopar.Megatron(data=2, tensor=4), slow(autopar.Auto())])
+def test_fourier_transforms_beside_collectives(planner: Any):
     """A layer in the frequencies, whose transforms XLA:CPU would have in the order that collectives want."""
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
@@ -267,7 +268,6 @@ def test_fourier_transforms_beside_collectives():
 
     step = jax.value_and_grad(loss)
     arguments = jnp.full((4, 4, 8, 5), 0.1), jax.random.normal(jax.random.key(0), (8, 8, 8, 4))
-    expected = jax.jit(step)(*arguments)
-    for planner in (autopar.Megatron(data=2, tensor=4), autopar.Auto()):
-        for this, that in zip(autopar.parallelize(step, planner=planner)(*arguments), expected, strict=True):
-            np.testing.assert_allclose(this, that, rtol=1e-5, atol=1e-5 * float(jnp.abs(that).max()))
+    expected, got = jax.jit(step)(*arguments), autopar.parallelize(step, planner=planner)(*arguments)
+    for this, that in zip(got, expected, strict=True):
+        np.testing.assert_allclose(this, that, rtol=1e-5, atol=1e-5 * float(jnp.abs(that).max()))

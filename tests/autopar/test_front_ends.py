@@ -253,11 +253,12 @@ FRONT_ENDS = {
 SLOW = {"linen train state", "linen scan and remat", "equinox filtered", "nnx split and merge", "nnx graph in state"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in FRONT_ENDS])
+@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in FRONT_ENDS])
 def test_front_end_equals_jit(name: str):
     assert_equals_jit(FRONT_ENDS[name](), autopar.Auto())
 
 
-@pytest.mark.parametrize("name", ["pure functions", slow("linen train state"), slow("nnx graph in state")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pure functions", "linen train state", "nnx graph in state"])
 def test_front_end_equals_jit_with_the_batch_cut(name: str):
     assert_equals_jit(FRONT_ENDS[name](), autopar.DataParallel())

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import autopar
+from tests.sample import slow
 
 WIDTH, RANK, ROWS = 32, 4, 16
 OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
@@ -65,7 +66,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [slow("adapters"), "adapters of quantized weights", slow("a teacher")])
 def test_zero_cuts_weights_that_are_not_updated(name: str):
     step, args, argument = STEPS[name]
     compiled = autopar.parallelize(step, planner=autopar.Zero(3)).lower(*args).compile()

@@ -23,6 +23,7 @@ from autopar.checks.hlo import UNCOMBINED
 from tests.autopar.jit_cases import control_flow, derivatives, libraries, values
 from tests.autopar.jit_cases.table import Case, mesh_of, x
 from tests.autopar.random_plans import Dice
+from tests.sample import half
 
 TOLERANCE = {"float64": 1e-10, "complex128": 1e-10, "float32": 2e-5, "complex64": 2e-5, "float16": 4e-3}
 """Relative to an array's largest entry; bfloat16's is the one that is left."""
@@ -97,12 +98,13 @@ def test_random_plan_equals_jit(name: str):
 # What the user has placed, and what leaves the program.
 
 
-@pytest.mark.parametrize("planner", [None, Dice(seed=1, sizes=(2, 4))])
-@pytest.mark.parametrize(
-    ("spec", "wanted"), [(P("a", "b"), [2, 4]), (P(("a", "b")), [8, 1]), (P(None, "b"), [1, 4]), (P(), [1, 1])]
-)
-def test_sharding_constraint_is_kept(planner: Any, spec: P, wanted: list[int]):
-    mesh = mesh_of(2, 4)
+CONSTRAINTS = ((P("a", "b"), [2, 4]), (P(("a", "b")), [8, 1]), (P(None, "b"), [1, 4]), (P(), [1, 1]))
+"""Placements, and in how many parts they cut each dimension."""
+
+
+@pytest.mark.parametrize(("constraint", "planner"), half(CONSTRAINTS, (None, Dice(seed=1, sizes=(2, 4)))))
+def test_sharding_constraint_is_kept(constraint: tuple[P, list[int]], planner: Any):
+    mesh, (spec, wanted) = mesh_of(2, 4), constraint
 
     def f(a, w):
         return lax.with_sharding_constraint(jnp.tanh(a @ w), NamedSharding(mesh, spec)).sum(0)

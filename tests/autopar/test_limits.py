@@ -258,6 +258,7 @@ def test_no_bytes_of_a_plan_are_negative_with_state_offloaded():
     assert sum(plan.offloaded_nbytes) == there.nbytes["optimizer state"]
 
 
+@pytest.mark.slow
 def test_a_plan_with_state_on_the_host_is_the_same_read_again(tmp_path: Path) -> None:
     """Its bytes, seconds and status are those that were planned, and it keeps the limit that it was made for.
 

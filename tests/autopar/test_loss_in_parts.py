@@ -12,9 +12,11 @@ import pytest
 
 import autopar
 from passes.sharding import ShardingSpec
+from tests.sample import each
 
 ROWS_AND_PARTS = [(8, 8), (8, 16), (16, 8)]
 """Parts of whole rows, and of less than one."""
+PLANNERS = (autopar.DataParallel(), autopar.Zero(1))
 
 
 def arguments(rows: int, tokens: int, width: int, vocabulary: int) -> tuple[Any, ...]:
@@ -39,9 +41,9 @@ def step(parts: int, params: Any, x: jax.Array, y: jax.Array) -> Any:
     return jax.tree.map(lambda p, g: p - 1e-2 * g, params, gradients), value
 
 
-@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(1)])
-@pytest.mark.parametrize(("rows", "parts"), ROWS_AND_PARTS)
-def test_no_device_computes_all_of_a_part(rows: int, parts: int, planner: Any):
+@pytest.mark.parametrize(("rows_and_parts", "planner"), each(ROWS_AND_PARTS, PLANNERS))
+def test_no_device_computes_all_of_a_part(rows_and_parts: tuple[int, int], planner: Any):
+    rows, parts = rows_and_parts
     parallel = autopar.parallelize(partial(step, parts), planner=planner, cluster="8:a100-80g")
     plan = parallel.plan(*jax.eval_shape(lambda: arguments(rows, 1024, 512, 8192)))
     products = list(_products(plan.operators))
@@ -49,9 +51,9 @@ def test_no_device_computes_all_of_a_part(rows: int, parts: int, planner: Any):
     assert all(any(spec.dims) or spec.partial for spec in products)
 
 
-@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(1)])
-@pytest.mark.parametrize(("rows", "parts"), ROWS_AND_PARTS)
-def test_the_step_is_jits(rows: int, parts: int, planner: Any):
+@pytest.mark.parametrize(("rows_and_parts", "planner"), each(ROWS_AND_PARTS, PLANNERS))
+def test_the_step_is_jits(rows_and_parts: tuple[int, int], planner: Any):
+    rows, parts = rows_and_parts
     args = arguments(rows, 16, 16, 32)
     compiled = autopar.parallelize(partial(step, parts), planner=planner).lower(*args).compile()
     compiled.verify().check()

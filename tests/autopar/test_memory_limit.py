@@ -71,6 +71,7 @@ def test_activations_are_recomputed_to_fit():
         assert_close(compiled(*given), jax.jit(train_step)(*given))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_users_compile")
 def test_state_is_cut_to_fit():
     with jax.enable_x64(True):
@@ -119,6 +120,7 @@ def refused() -> OverBudgetError:
     return caught.value
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said():
     message = str(refused())
     assert "8 devices with 9.77 KiB each" in message

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from tests.sample import half
+from tests.sample import each, half, slow
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
 
@@ -95,12 +95,15 @@ def test_a_convolution_is_laid_out_for_the_library(way: tuple[str, int | None], 
     assert error(strided, planner, dtype, count) == pytest.approx(0, abs=0.005)
 
 
-@pytest.mark.parametrize(("planner", "dtype"), half(("dp", "auto"), DTYPES))
+@pytest.mark.parametrize(
+    ("planner", "dtype"),
+    [("dp", "float32"), *(slow(*case) for case in [("auto", "float32"), ("dp", "bfloat16"), ("auto", "bfloat16")])],
+)
 def test_a_transposed_convolution_is_held_as_elsewhere_in_the_loop_of_microbatches(planner: str, dtype: str):
     assert error(widened, planner, dtype, 2) == pytest.approx(0, abs=0.005)
 
 
-@pytest.mark.parametrize(("network", "count", "dtype"), half((most, mean), (None, 2), DTYPES))
+@pytest.mark.parametrize(("network", "count", "dtype"), each((most, mean), (None, 2), DTYPES))
 def test_windows_are_reduced_as_xla_reduces_them(
     network: Callable[[Any, jax.Array], jax.Array], count: int | None, dtype: str
 ):
@@ -110,12 +113,14 @@ def test_windows_are_reduced_as_xla_reduces_them(
     assert error(network, "dp", dtype, count) == pytest.approx(0, abs=0.005)
 
 
-@pytest.mark.parametrize(("planner", "dtype"), half(("dp", "megatron", "auto"), DTYPES))
+@pytest.mark.parametrize(
+    ("planner", "dtype"), [*half(("dp", "megatron"), DTYPES), *(slow("auto", dtype) for dtype in DTYPES)]
+)
 def test_a_small_image_is_held_with_the_zeros_around_it(planner: str, dtype: str):
     assert error(of_small_images, planner, dtype, None) == pytest.approx(0, abs=0.005)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.01), ("bfloat16", 0.15)])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.01), slow("bfloat16", 0.15)])
 def test_small_images_of_microbatches(dtype: str, bound: float):
     assert 0 <= error(of_small_images, "dp", dtype, 2) <= bound
 
@@ -129,6 +134,6 @@ def test_groups_of_one_are_computed_in_pairs_and_masked():
     assert error(depthwise, "dp", "float32", 2) == pytest.approx(0, abs=0.05)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.005), ("bfloat16", 0.03)])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.005), slow("bfloat16", 0.03)])
 def test_windows_are_padded_before_their_choices_are_found(dtype: str, bound: float):
     assert error(most_of_padded, "dp", dtype, None) == pytest.approx(0, abs=bound)

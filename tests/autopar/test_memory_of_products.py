@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from tests.sample import half
+from tests.sample import each
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
 
@@ -61,7 +61,7 @@ TOO_HIGH = {
 largest gradient is there one product earlier."""
 
 
-@pytest.mark.parametrize(("name", "dtype", "batch"), half(NETWORKS, ("float32", "bfloat16"), (8, 16)))
+@pytest.mark.parametrize(("name", "dtype", "batch"), each(NETWORKS, ("float32", "bfloat16"), (8, 16)))
 def test_products_read_what_lies_there(name: str, dtype: str, batch: int):
     """One element of a batch on a device is a dimension less, which XLA takes off before it looks for transposes."""
     network, shape = NETWORKS[name]

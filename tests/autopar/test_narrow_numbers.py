@@ -13,7 +13,7 @@ import pytest
 import autopar
 from passes.rules import rules_of
 from tests.autopar.random_plans import Dice
-from tests.sample import half
+from tests.sample import each, slow
 
 PIPELINES = (
     autopar.Pipeline(stages=2, microbatches=4),
@@ -53,8 +53,10 @@ def assert_equal(ours: Any, theirs: Any) -> None:
             np.testing.assert_allclose(np.asarray(a, "float32"), np.asarray(b, "float32"), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("step", "dtype"), half((kept, read, made, made_of_rows), ("int4", "uint4", "float4_e2m1fn")))
-@pytest.mark.parametrize("planner", PIPELINES)
+@pytest.mark.parametrize(
+    ("planner", "step", "dtype"),
+    each(PIPELINES, (kept, read, made, made_of_rows), ("int4", "uint4", "float4_e2m1fn")),
+)
 def test_pipelines_take_numbers_of_less_than_a_byte(planner: Any, step: Callable[..., Any], dtype: str):
     args = WEIGHTS, jnp.ones(8).astype(dtype), BATCH
     assert_equal(autopar.parallelize(step, planner=planner)(*args), jax.jit(step)(*args))
@@ -81,7 +83,10 @@ def with_gradient_of_labels(w: Any, x: jax.Array, y: jax.Array) -> Any:
     return jax.tree.map(lambda p, g: p - 1e-2 * g, w, gradients), none
 
 
-@pytest.mark.parametrize("planner", [*PIPELINES, autopar.DataParallel(), *(Dice(seed, (8,)) for seed in range(4))])
+@pytest.mark.parametrize(
+    "planner",
+    [PIPELINES[0], slow(PIPELINES[1]), autopar.DataParallel(), *(Dice(seed, (8,)) for seed in range(4))],
+)
 def test_gradients_without_elements_are_handed_back(planner: Any):
     args = WEIGHTS, BATCH, LABELS
     expected = jax.jit(with_gradient_of_labels)(*args)
@@ -89,7 +94,7 @@ def test_gradients_without_elements_are_handed_back(planner: Any):
     assert_equal(ours, expected)
 
 
-@pytest.mark.parametrize("planner", PIPELINES)
+@pytest.mark.parametrize("planner", [slow(PIPELINES[0]), PIPELINES[1]])
 def test_gradients_without_elements_go_through_a_step(planner: Any):
     def step(w: Any, none: Any, x: jax.Array) -> Any:
         return updated(w, x), none

@@ -8,6 +8,7 @@ import pytest
 import autopar
 from passes.intra_op import MeshProblems, memory_limit, variants
 from passes.memory import margin_of
+from tests.sample import half, slow
 
 F32 = jnp.float32
 
@@ -63,8 +64,7 @@ def planned(case, cluster, planner, limit=None):
     return made.plan(state, batch)
 
 
-@pytest.mark.parametrize("cluster", ["8:h100", "2x4:v100-16g"])
-@pytest.mark.parametrize("case", [feed_forward, square_layers])
+@pytest.mark.parametrize(("case", "cluster"), half([feed_forward, square_layers], ["8:h100", "2x4:v100-16g"]))
 def test_no_plan_by_hand_is_faster(case, cluster):
     auto = planned(case, cluster, autopar.Auto())
     for planner in HANDS.values():
@@ -147,7 +147,7 @@ def test_equal_square_layers_alternate_as_megatron_has_them():
     assert not [one for one in plan.collectives if one.kind != "all_reduce"]
 
 
-@pytest.mark.parametrize("layers", [8, 12])
+@pytest.mark.parametrize("layers", [8, slow(12)])
 def test_residual_layers_are_planned(layers):
     """Their tied nodes are neighbours: the solver met entries twice and took the process with it."""
     weights = [(jax.ShapeDtypeStruct((2048, 2048), F32), jax.ShapeDtypeStruct((2048,), F32))] * layers

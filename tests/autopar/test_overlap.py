@@ -19,6 +19,7 @@ from passes.placement import Occurrence, occurrences, resharding_plan
 from passes.placement.background import Background
 from passes.plan import Plan
 from passes.sharding import Behind, Resharder, parse_spec
+from tests.sample import slow
 
 GPT = gpt.Config(vocab_size=1024, sequence_length=1024, hidden=1024, layers=2, heads=8)
 """Large enough for products to hide what is sent beside them."""
@@ -46,7 +47,7 @@ def moves(plan: Plan, parallel: autopar.ParallelFunction, args: tuple[object, ..
     return [o for o in occurrences(graph, reshardings) if not all(s.is_local for s in o.move.steps)]
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [slow(False), True])
 def test_gradients_of_weights_are_reduced_behind_computing_and_activations_are_not(scanned: bool) -> None:
     parallel, args = step(scanned, cluster="8:h100", planner=autopar.Megatron(data=2, tensor=4))
     sent = moves(parallel.plan(*args), parallel, args)

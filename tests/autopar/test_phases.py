@@ -13,6 +13,7 @@ from rich.console import Console
 import autopar
 from autopar import Progress, phases
 from autopar.phases import phase, shown, words
+from tests.sample import slow
 
 
 def test_words():
@@ -61,7 +62,7 @@ def test_each_phase_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture):
     assert "a step and" in lines[1]
 
 
-@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Pipeline(stages=2, microbatches=2)])
+@pytest.mark.parametrize("planner", [slow(autopar.DataParallel()), autopar.Pipeline(stages=2, microbatches=2)])
 def test_what_is_compiled_ahead_of_time_is_followed_and_a_report_too(planner: object, caplog: pytest.LogCaptureFixture):
     """Each phase has a line and its bar; of a pipeline, the bar moves from program to program."""
     heard = list[Progress]()

@@ -116,7 +116,7 @@ def examples(count: int) -> settings:
     )
 
 
-@examples(10)
+@examples(5)
 @given(EXAMPLES)
 def test_random_programs_equal_jit(example: Example) -> None:
     assert_equals_jit(example)

@@ -89,13 +89,14 @@ def test_two_axes_are_never_dearer_than_one():
         assert best.solution.objective <= other.solution.objective * (1 + 1e-6), planner
 
 
-@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("dropout", [False, slow(True)])
 def test_data_parallelism_reduces_every_gradient_once_and_the_loss(dropout):
     planned = plan(SMALL, 64, autopar.DataParallel(), dropout=dropout)
     assert {c.kind for c in planned.collectives} == {"all_reduce"}
     assert total(planned, "all_reduce") == parameters(SMALL) + 1
 
 
+@pytest.mark.slow
 def test_zero_cuts_state_and_leaves_the_batch_cut():
     one, three = plan(SMALL, 64, autopar.Zero(1)), plan(SMALL, 64, autopar.Zero(3))
     for found in (one, three):
@@ -140,7 +141,7 @@ def test_what_is_summed_before_a_barrier_is_priced_once(tensor: int):
     assert auto.step_seconds <= by_hand.step_seconds
 
 
-@pytest.mark.parametrize(("config", "batch_size"), [(SMALL, 64), slow(WIDE, 8)], ids=["small", "wide"])
+@pytest.mark.parametrize(("config", "batch_size"), [slow(SMALL, 64), slow(WIDE, 8)], ids=["small", "wide"])
 def test_tying_equal_layers_costs_nothing_here(config, batch_size):
     tied, apart = (
         plan(config, batch_size, autopar.Auto(max_axes=1, solver=SolverOptions(tie_radius=radius)))
@@ -168,7 +169,7 @@ def test_what_cannot_be_planned_says_what_to_change(planner, message):
         plan(SMALL, 12, planner)
 
 
-@pytest.mark.parametrize("is_large", [True, slow(False)])
+@pytest.mark.parametrize("is_large", [slow(True), slow(False)])
 def test_pipelines_by_hand_near_the_best_bound_the_partition_of_a_large_step(monkeypatch, is_large):
     """GPT-1T was cut below 296 s, which 12 stages take, where 128 take 96 in more microbatches."""
     calls, best = [], []

@@ -10,9 +10,9 @@ import pytest
 
 import autopar
 from models import alexnet, dlrm, gpt, moe
-from tests.sample import half
+from tests.sample import slow
 
-ONE_AXIS = autopar.Auto(max_axes=1)
+ONE_AXIS, MEGATRON = autopar.Auto(max_axes=1), autopar.Megatron(data=1, tensor=8)
 
 
 @functools.cache
@@ -43,7 +43,9 @@ def array(*shape):
     return jax.ShapeDtypeStruct(shape, "bfloat16")
 
 
-@pytest.mark.parametrize(("planner", "layers"), half((ONE_AXIS, autopar.Megatron(data=1, tensor=8)), (2, 3)))
+@pytest.mark.parametrize(
+    ("planner", "layers"), [(ONE_AXIS, 2), slow(ONE_AXIS, 3), *(slow(MEGATRON, layers) for layers in (2, 3))]
+)
 def test_small_activations_give_megatron(planner, layers):
     """A block reduces after its row-split matrices (attention's and the MLP's second), and in the backward pass before
     its column-split ones: 2 forward, 2 backward (Shoeybi et al. 2019, figure 4). Around the blocks: the vocabulary-cut

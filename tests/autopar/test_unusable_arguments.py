@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar import DataParallel, Pipeline
+from tests.sample import half, some
 
 PLANNERS = [DataParallel(), Pipeline(stages=2, microbatches=4)]
 
@@ -52,8 +53,7 @@ def test_an_int_that_is_too_large_is_named(count: int, known: bool):
         step.lower(state_of(), BATCH, 3).compile()(state_of(), BATCH, count)
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("planner", "compiled"), half(PLANNERS, [False, True]))
 def test_what_was_donated_before_is_an_error_that_names_it(planner: Any, compiled: bool):
     """Plain JAX ends the process (SIGSEGV) where such an array lies as planned on several devices."""
     state = state_of()
@@ -75,7 +75,7 @@ def test_what_was_deleted_is_named(planner: Any):
     assert "argument state['w']: it has been deleted" in told(lambda: step(state, BATCH), RuntimeError)
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize("planner", some(PLANNERS, 1))
 def test_a_type_in_place_of_an_array_is_named(planner: Any):
     step = autopar.parallelize(train_step, planner=planner)
     batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)

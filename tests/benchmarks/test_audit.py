@@ -68,7 +68,7 @@ def operator(program, primitive, phase):
     return next(i for i, n in nodes if n.primitive == primitive and ("transpose(" in n.scope) == backward)
 
 
-@pytest.mark.parametrize(("model", "remat"), [("gpt", False), slow("gpt", True), ("gpt-scan", True)])
+@pytest.mark.parametrize(("model", "remat"), [slow("gpt", False), slow("gpt", True), ("gpt-scan", True)])
 def test_megatron_reduces_twice_a_block_each_way(model, remat):
     program = planned(model, remat=remat, layers=2).program(CLUSTER, "megatron")
     counts = Counter()
@@ -113,8 +113,8 @@ def test_zero_gathers_and_scatters(planner, role, phases):
     ("model", "planners"),
     [
         ("gpt-scan", ["dp", "zero3", "megatron"]),
-        ("llama", ["zero2", "megatron"]),
-        pytest.param("llama", audit.PLANNERS, marks=pytest.mark.slow),
+        slow("llama", ["zero2", "megatron"]),
+        slow("llama", audit.PLANNERS),
     ],
 )
 def test_plans_are_explained(model, planners):
@@ -291,6 +291,7 @@ def test_experts_are_met_by_two_exchanges_a_layer_each_way(remat):
     assert not Experts(program=planned("gpt").program(CLUSTER, "dp")).layers
 
 
+@pytest.mark.slow
 def test_a_searched_plan_exchanges_tokens_as_often_as_the_textbook(monkeypatch):
     """Experts that one axis cuts: tokens go to them and back once each way, and no gradient of theirs is reduced."""
     plain = audit.planner_of

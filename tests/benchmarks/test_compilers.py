@@ -28,13 +28,13 @@ def test_every_kept_program_sends_what_was_planned() -> None:
     ("target", "model", "planner"),
     [
         ("h100", "dlrm", "dp"),
-        ("h100", "gpt", "dp"),
+        slow("h100", "gpt", "dp"),
         slow("h100", "gpt-large", "megatron"),
-        ("h100", "llama-large", "zero3"),
+        slow("h100", "llama-large", "zero3"),
         slow("h100", "gpt-350m", "auto"),
         ("v5e:2x4", "dlrm", "dp"),
-        ("v5p:2x2x2", "gpt", "zero3"),
-        ("v5p:2x2x2", "moe", "dp"),
+        slow("v5p:2x2x2", "gpt", "zero3"),
+        slow("v5p:2x2x2", "moe", "dp"),
         slow("v5p:2x2x2", "wide-resnet-large", "megatron"),
     ],
 )

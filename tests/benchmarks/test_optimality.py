@@ -18,6 +18,7 @@ from benchmarks.networks import BLOCKS, KINDS, Design, drawn
 from benchmarks.optimality import CLUSTERS, Held, proof_of
 from benchmarks.proof import brute_force, problems, proven
 from passes.cluster import parse_cluster
+from tests.sample import slow
 
 SOUND = Held(
     nodes=9,
@@ -51,7 +52,7 @@ def tiny():
     [
         (stack("plain"), "2:a100-80g", "all tried"),
         (stack("biased", width=1024, batch=64), "2:a100-80g", "all tried"),
-        (stack("gated", "residual", "shared", width=2048, batch=64), "4:h100", "untied"),
+        slow(stack("gated", "residual", "shared", width=2048, batch=64), "4:h100", "untied"),
         (stack(*["plain"] * 4, width=4096), "8:a100-80g", "untied"),
     ],
     ids=str,

@@ -28,6 +28,7 @@ from passes.ir import phase
 from passes.pipeline import body_of
 from passes.plan import PipelinePlan, Plan
 from passes.planners import Megatron, PlanOptions
+from tests.sample import slow
 
 ROWS, UNREAD = read((DATA,))
 COUNTS = {
@@ -202,7 +203,7 @@ def test_a_row_is_planned_as_its_source_configured_it():
     assert replace(asked, total=True).answer().nbytes == sum(plan.timeline.peak_nbytes)
 
 
-@pytest.mark.parametrize(("by_work", "pieces"), [(False, 2), (True, 4)])
+@pytest.mark.parametrize(("by_work", "pieces"), [slow(False, 2), (True, 4)])
 def test_a_loop_over_layers_comes_in_stages_or_in_layers(by_work: bool, pieces: int):
     body = body_of(step(TINY, 2, 2, by_work).graph)
     loops = [node for node in body.nodes if node.primitive == "scan" and phase(node) == "forward"]
@@ -221,6 +222,7 @@ def test_equal_stages_are_planned_once_and_as_by_themselves():
     assert ours.planner == theirs.planner
 
 
+@pytest.mark.slow
 def test_schedules_share_the_plans_of_stages():
     asked = Configuration(job=TINY, cluster=CLUSTER, microbatches=4, data=2, pipeline=2)
     one, split = asked.plan(), replace(asked, schedule="zero-bubble-h1").plan()

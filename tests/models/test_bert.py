@@ -66,6 +66,7 @@ def test_every_token_and_segment_changes_every_logit(batch, logits):
             assert (np.abs(np.asarray(after) - before).max(axis=-1) > 0).all()
 
 
+@pytest.mark.slow
 def test_scanned_and_recomputed_layers_equal_plain_ones(params, batch, gradient, quick_jit, stacked):
     config = replace(SMALL, scan_layers=True, remat=True)
     outputs = quick_jit(jax.value_and_grad(partial(bert.loss, config)))(stacked(params), batch)

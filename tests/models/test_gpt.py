@@ -120,6 +120,7 @@ def test_dropout_needs_a_key_and_a_rate(params, batch):
     assert jaxpr(replace(SMALL, dropout=0.3), jax.random.key(0)) != plain
 
 
+@pytest.mark.slow  # as one of the two ways in which scanned layers differ below, without dropout, in every run
 def test_remat_changes_neither_loss_nor_gradients(params, batch):
     def value_and_grad(config):
         loss = partial(gpt.loss, config, batch=batch, key=jax.random.key(2))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from models import alexnet, bert, dlrm, gpt, llama, moe, transformer, wide_resnet
+from tests.sample import slow
 
 BATCH = 4
 
@@ -64,19 +65,28 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[slow(name) if name == "wide_resnet" else name for name in CASES])
 def case(request) -> Case:
     return CASES[request.param]
 
 
+TRAINED = {"gpt", "moe", "dlrm", "alexnet"}
+"""Those that take a step in every run: a language model, one with experts, one of tables, one of convolutions."""
+
+
+@pytest.fixture(scope="module", params=[name if name in TRAINED else slow(name) for name in CASES])
+def learner(request) -> Case:
+    return CASES[request.param]
+
+
 @pytest.fixture(scope="module")
-def trained(case, quick_jit):
+def trained(learner, quick_jit):
     """Losses and gradients before and after a step of descent."""
     key = jax.random.key(0)
-    params, stats, batch = jax.device_get(quick_jit(lambda key: (*case.variables(key), case.batch(key)))(key))
-    evaluate = quick_jit(jax.value_and_grad(case.loss))
+    params, stats, batch = jax.device_get(quick_jit(lambda key: (*learner.variables(key), learner.batch(key)))(key))
+    evaluate = quick_jit(jax.value_and_grad(learner.loss))
     before = jax.device_get(evaluate(params, stats, batch))
-    params = jax.tree.map(lambda p, g: p - case.step * g, params, before[1])
+    params = jax.tree.map(lambda p, g: p - learner.step * g, params, before[1])
     return before, jax.device_get(evaluate(params, stats, batch))
 
 
@@ -96,12 +106,11 @@ def product_flops(equation) -> int:
 
 
 def presets() -> list[Any]:
-    """Every model with every preset: the first and the last for every run, those between for the slow one."""
+    """Every model with every preset: the first for every run, the others for the slow one."""
     return [
-        pytest.param(case.model, name, marks=() if name in (every[0], every[-1]) else pytest.mark.slow)
+        slow(case.model, name) if i else (case.model, name)
         for case in CASES.values()
-        for every in [list(case.model.PRESETS)]
-        for name in every
+        for i, name in enumerate(case.model.PRESETS)
     ]
 
 
@@ -126,10 +135,10 @@ def test_every_part_of_a_batch_has_the_batch_first(case):
         assert {part.shape[0] for part in batch.values()} == {size}
 
 
-def test_an_untrained_model_guesses_evenly(case, trained):
+def test_an_untrained_model_guesses_evenly(learner, trained):
     (loss, _), _ = trained
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
-    assert float(loss) == pytest.approx(log(case.answers), rel=0.25)
+    assert float(loss) == pytest.approx(log(learner.answers), rel=0.25)
 
 
 def test_a_step_of_descent_lowers_the_loss(trained):

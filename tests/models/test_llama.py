@@ -69,6 +69,7 @@ def test_grouped_queries_equal_full_attention_with_repeated_keys(params, batch, 
     assert_close(quick_jit(partial(llama.logits, replace(SMALL, kv_heads=4)))(full, batch["inputs"]), expected)
 
 
+@pytest.mark.slow
 def test_scanned_and_recomputed_layers_equal_plain_ones(params, batch, gradient, quick_jit, stacked):
     config = replace(SMALL, scan_layers=True, remat=True)
     loss, gradients = quick_jit(jax.value_and_grad(partial(llama.loss, config)))(stacked(params), batch)

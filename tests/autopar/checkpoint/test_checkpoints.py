@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import autopar
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
 from tests.autopar.distributed.launching import SECONDS, environment
+from tests.sample import slow
 
 
 def sharding(shape: tuple[int, ...], *spec: Any) -> NamedSharding:
@@ -133,7 +134,7 @@ def test_what_is_damaged_is_refused_by_name_and_the_one_before_used(folder: Path
     assert saved.step == 2
 
 
-@pytest.mark.parametrize("at", ["begin", "save", "delete"])
+@pytest.mark.parametrize("at", [slow("begin"), "save", slow("delete")])
 def test_a_run_that_ended_while_it_saved_for_the_first_time_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ):
@@ -230,6 +231,7 @@ def test_the_step_behind_a_save_takes_the_buffers_that_are_donated_to_it(tmp_pat
     np.testing.assert_array_equal(saved.state["w"], np.full((64, 64), 2.0))
 
 
+@pytest.mark.slow
 def test_the_last_good_ones_stay(tmp_path: Path):
     state = {"w": jnp.arange(4.0)}
     (tmp_path / "step-00000002").mkdir()
@@ -237,26 +239,35 @@ def test_the_last_good_ones_stay(tmp_path: Path):
         for number in (1, 3, 4):
             checkpoints.save(number, state)
     assert checkpoints.steps() == [4, 3]
-    for keep in (0, 1.5, "3", None):
-        with pytest.raises(autopar.ArgumentError, match=f"keep={keep!r}"):
-            autopar.Checkpoints(tmp_path, keep=keep)
     with pytest.raises(autopar.ArgumentError, match="no plain data"):
         checkpoints.save(5, state, position=object())
 
 
-def test_a_step_that_is_saved_below_later_ones_stays_and_they_are_named(tmp_path: Path):
+def test_a_number_to_keep_that_cannot_be_is_refused(tmp_path: Path):
+    for keep in (0, 1.5, "3", None):
+        with pytest.raises(autopar.ArgumentError, match=f"keep={keep!r}"):
+            autopar.Checkpoints(tmp_path, keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("before", "below", "kept"), [((200,), (10,), [200]), slow((100, 200, 300), (10, 20), [300, 200])]
+)
+def test_a_step_that_is_saved_below_later_ones_stays_and_they_are_named(
+    tmp_path: Path, before: tuple[int, ...], below: tuple[int, ...], kept: list[int]
+):
     state = {"w": jnp.arange(4.0)}
-    with autopar.Checkpoints(tmp_path, keep=2) as checkpoints:
-        for number in (100, 200, 300):
+    with autopar.Checkpoints(tmp_path, keep=len(kept)) as checkpoints:
+        for number in before:
             checkpoints.save(number, state)
-    with autopar.Checkpoints(tmp_path, keep=2) as checkpoints:
-        for number in (10, 20):
-            with pytest.warns(UserWarning, match=rf"save\(step={number}\): .* of later steps \(300, 200\)"):
+    with autopar.Checkpoints(tmp_path, keep=len(kept)) as checkpoints:
+        for number in below:
+            later = ", ".join(map(str, kept))
+            with pytest.warns(UserWarning, match=rf"save\(step={number}\): .* of later steps \({later}\)"):
                 checkpoints.save(number, state)
             checkpoints.wait()
-            assert checkpoints.steps() == [300, 200, number]
+            assert checkpoints.steps() == [*kept, number]
         checkpoints.save(400, state)
-    assert checkpoints.steps() == [400, 300]
+    assert checkpoints.steps() == [400, *kept][: len(kept)]
 
 
 def test_folders_that_are_no_checkpoints_are_neither_deleted_nor_written_to(tmp_path: Path):

@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.checkpoint.folder import Folder
+from tests.sample import each
 
 STATE = {"w": jnp.arange(4.0)}
 
@@ -25,8 +26,9 @@ def number_of(saved: Any) -> tuple[int, int]:
     return saved.step, saved.position
 
 
-@pytest.mark.parametrize("at", ["arrays.Arrays.save", "manifest.Manifest.write", "folder._empty"])
-@pytest.mark.parametrize("steps", [(5,), (4, 5)])
+@pytest.mark.parametrize(
+    ("at", "steps"), each(("arrays.Arrays.save", "manifest.Manifest.write", "folder._empty"), ((5,), (4, 5)))
+)
 def test_a_step_that_is_saved_again_stays_until_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, steps: tuple[int, ...]
 ):

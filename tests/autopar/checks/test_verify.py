@@ -18,6 +18,7 @@ from autopar.checks.hlo import UNCOMBINED
 from benchmarks.trainings import MODELS, make_state, make_step
 from passes.cluster import Collective, Mesh, parse_cluster
 from passes.sharding import ShardingSpec
+from tests.sample import slow
 
 
 def train_step(params, batch):
@@ -130,7 +131,7 @@ def test_an_edited_plan_has_the_numbers_of_its_placements():
 
 @pytest.mark.parametrize(
     ("planner", "microbatches"),
-    [(autopar.Zero(3), None), (autopar.Megatron(data=2, tensor=4), None), (autopar.DataParallel(), 2)],
+    [slow(autopar.Zero(3), None), (autopar.Megatron(data=2, tensor=4), None), slow(autopar.DataParallel(), 2)],
     ids=["zero", "megatron", "microbatches"],
 )
 def test_seconds_of_computing_follow_from_placements(planner: Any, microbatches: int | None):

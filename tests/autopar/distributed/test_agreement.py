@@ -8,6 +8,7 @@ import pytest
 import autopar
 from autopar.distributed import Processes
 from tests.autopar.distributed.fake_service import FakeService, processes_of, together
+from tests.sample import slow
 
 LONG = "".join(map(chr, range(0x4E00, 0x9000)))
 """A text that is hard to compress."""
@@ -39,7 +40,7 @@ def test_what_all_have_read_is_taken_out_of_the_service(count: int, monkeypatch:
     assert len(service.texts) == before + count  # the last gathering's
 
 
-@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("odd", [0, slow(1), slow(2)])
 def test_who_comes_to_no_exchange_because_it_is_a_step_ahead_is_an_error_at_once(odd: int):
     """A batch of another shape on one process is planned anew there, while the others wait in the step they know."""
     service = FakeService()

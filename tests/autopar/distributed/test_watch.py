@@ -238,6 +238,7 @@ def test_who_leaves_a_training_is_named_by_those_that_wait_for_it(tmp_path: Path
     assert re.search("process 1 on host .* has ended: in step 3 since its start, others are in step 4", output[0])
 
 
+@pytest.mark.slow
 def test_a_watch_that_is_in_a_call_does_not_abort_the_end(tmp_path: Path):
     # The watch's thread in JAX's code while Python ends: seven of eight such launches aborted.
     (tmp_path / "busy.py").write_text(BUSY)

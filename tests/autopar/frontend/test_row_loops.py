@@ -14,6 +14,7 @@ from jax import lax
 import autopar
 from passes.layers import loops_over_batch
 from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.sample import slow
 
 ROWS = 16
 DRAWS = np.random.default_rng(0)
@@ -74,7 +75,7 @@ def until_small(params: Params, batch: jax.Array) -> jax.Array:
     return lax.map(lambda row: of_row(params, lax.stop_gradient(halved(row))).mean(), batch).mean()
 
 
-LOSSES = (mapped, recomputed, through_layers, added_up, over_time, with_noise, until_small)
+LOSSES = (slow(mapped), slow(recomputed), through_layers, added_up, over_time, with_noise, until_small)
 
 
 def stepped(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
@@ -96,13 +97,13 @@ def test_each_device_runs_its_own_rows_and_the_step_is_jits(loss: Callable[..., 
     assert_close(parallel(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH))
 
 
-@pytest.mark.parametrize("planner", [autopar.Auto(), autopar.Zero(3), autopar.Megatron(data=4, tensor=2)])
+@pytest.mark.parametrize("planner", [autopar.Auto(), slow(autopar.Zero(3)), slow(autopar.Megatron(data=4, tensor=2))])
 def test_any_plan_of_such_a_loop_is_the_step(planner: Any) -> None:
     step = stepped(through_layers)
     assert_close(autopar.parallelize(step, planner=planner)(PARAMS, BATCH), jax.jit(step)(PARAMS, BATCH))
 
 
-@pytest.mark.parametrize("rows", [12, 8])
+@pytest.mark.parametrize("rows", [12, slow(8)])
 def test_rows_are_shared_as_far_as_devices_divide_them(rows: int) -> None:
     step, batch = stepped(mapped), BATCH[:rows]
     assert_close(autopar.parallelize(step)(PARAMS, batch), jax.jit(step)(PARAMS, batch))
@@ -141,7 +142,7 @@ def alternating(params: Params, batch: jax.Array) -> jax.Array:
     return lax.scan(lambda total, row: (of_row(params, row).sum() - total, None), 0.0, batch)[0]
 
 
-@pytest.mark.parametrize("loss", [branching, running, in_parts, over_layers, alternating])
+@pytest.mark.parametrize("loss", [branching, running, in_parts, slow(over_layers), slow(alternating)])
 def test_other_loops_stay_as_they_are(loss: Callable[..., jax.Array]) -> None:
     step = stepped(loss)
     there, one = (autopar.parallelize(step, cluster=f"{n}:a100-80g").trace(PARAMS, BATCH) for n in (8, 1))

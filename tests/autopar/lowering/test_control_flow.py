@@ -12,6 +12,7 @@ import autopar
 from models import gpt, llama
 from passes.errors import PlanMismatchError
 from passes.plan import json as plan_json
+from tests.sample import slow
 
 LAYERS, BATCH, WIDTH = 4, 16, 32
 GPT = gpt.Config(vocab_size=64, sequence_length=16, hidden=32, layers=3, heads=4, scan_layers=True, remat=True)
@@ -43,12 +44,10 @@ def scans(plan):
 
 @pytest.mark.parametrize(
     "planner",
-    [autopar.Auto(), autopar.DataParallel(), autopar.Zero(3), autopar.Megatron(data=2, tensor=4)],
+    [slow(autopar.Auto()), slow(autopar.DataParallel()), autopar.Zero(3), autopar.Megatron(data=2, tensor=4)],
     ids=["auto", "dp", "zero3", "megatron"],
 )
-@pytest.mark.parametrize(
-    "model", ["layers", pytest.param("gpt", marks=pytest.mark.slow), pytest.param("llama", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("model", ["layers", slow("gpt"), slow("llama")])
 def test_scanned_layers_equal_jit_under_every_planner(model, planner):
     if model == "layers":
         fun, args = step, ARGS

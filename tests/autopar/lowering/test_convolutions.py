@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend import core as jex_core
 
 import autopar
+from tests.sample import each, half
 
 LAST = {1: ("NHC", "HIO", "NHC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NHWDC", "HWDIO", "NHWDC")}
 FIRST = {1: ("NCH", "OIH", "NCH"), 2: ("NCHW", "OIHW", "NCHW"), 3: ("NCHWD", "OIHWD", "NCHWD")}
@@ -82,8 +83,9 @@ def held(
     return list(convolutions(jax.make_jaxpr(parallel)(x, kernel).jaxpr))
 
 
-@pytest.mark.parametrize("loop", [False, True])
-@pytest.mark.parametrize("layouts", [*LAST.values(), *FIRST.values(), *MIXED.values()], ids=str)
+@pytest.mark.parametrize(
+    ("layouts", "loop"), half([*LAST.values(), *FIRST.values(), *MIXED.values()], (False, True)), ids=str
+)
 def test_every_layout_is_brought_into_order(layouts: tuple[str, str, str], loop: bool):
     with jax.enable_x64(True):
         found = held(step_of(convolved(layouts), loop), *shaped(layouts), autopar.DataParallel())
@@ -91,20 +93,19 @@ def test_every_layout_is_brought_into_order(layouts: tuple[str, str, str], loop:
     assert all(map(in_order, found))
 
 
-@pytest.mark.parametrize(
-    ("options", "groups"),
-    [
-        ({"window_strides": (2, 1)}, 1),
-        ({"lhs_dilation": (2, 2), "padding": ((1, 2), (2, 1))}, 1),
-        ({"rhs_dilation": (1, 2), "padding": ((2, 1), (0, 3))}, 1),
-        ({"feature_group_count": 2}, 2),
-        ({"feature_group_count": 4}, 4),
-    ],
-    ids=str,
+APPLIED: tuple[dict[str, Any], ...] = (
+    {"window_strides": (2, 1)},
+    {"lhs_dilation": (2, 2), "padding": ((1, 2), (2, 1))},
+    {"rhs_dilation": (1, 2), "padding": ((2, 1), (0, 3))},
+    {"feature_group_count": 2},
+    {"feature_group_count": 4},
 )
-@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Megatron(data=2, tensor=4), autopar.Auto()])
-def test_strides_dilations_and_groups_in_a_loop(options: dict[str, Any], groups: int, planner: Any):
-    layouts = FIRST[2]
+PLANNERS = (autopar.DataParallel(), autopar.Megatron(data=2, tensor=4), autopar.Auto())
+
+
+@pytest.mark.parametrize(("options", "planner"), each(APPLIED, PLANNERS), ids=str)
+def test_strides_dilations_and_groups_in_a_loop(options: dict[str, Any], planner: Any):
+    layouts, groups = FIRST[2], options.get("feature_group_count", 1)
     with jax.enable_x64(True):
         found = held(step_of(convolved(layouts, **options), loop=True), *shaped(layouts, groups), planner)
     assert all(map(in_order, found))
@@ -123,11 +124,11 @@ SMALL: tuple[tuple[tuple[int, int], tuple[int, int], dict[str, Any]], ...] = (
 """Images, kernels that are larger than these along a dimension, and how they are applied."""
 
 
-@pytest.mark.parametrize("layouts", [LAST[2], FIRST[2]], ids=str)
-@pytest.mark.parametrize(("image", "kernel", "options"), SMALL, ids=str)
+@pytest.mark.parametrize(("small", "layouts"), half(SMALL, [LAST[2], FIRST[2]]), ids=str)
 def test_an_image_smaller_than_the_kernel_gets_zeros_around_it(
-    image: tuple[int, int], kernel: tuple[int, int], options: dict[str, Any], layouts: tuple[str, str, str]
+    small: tuple[tuple[int, int], tuple[int, int], dict[str, Any]], layouts: tuple[str, str, str]
 ):
+    image, kernel, options = small
     draw = np.random.default_rng(3).normal
     sizes = {"N": 8, "C": 3, "H": image[0], "W": image[1]}
     window = {"O": 4, "I": 3, "H": kernel[0], "W": kernel[1]}

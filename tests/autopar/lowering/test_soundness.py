@@ -59,9 +59,12 @@ LONG = frozenset(
             "bessel_i1e",
             "polygamma",
             "zeta",
+            "erf_inv",
+            "erfc",
+            "sinh",
             "threefry2x32",
         ),
-        *(f"random_bits of {width}" for width in ("8 bits", "16 bits", "64 bits", "keys in two dimensions")),
+        *(f"random_bits of {width}" for width in ("8 bits", "16 bits", "32 bits", "64 bits", "keys in two dimensions")),
         *(
             f"conv_general_dilated {kind}, by grad"
             for kind in (

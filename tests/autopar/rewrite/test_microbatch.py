@@ -61,7 +61,8 @@ def test_models_take_the_step_of_the_whole_batch(name: str, count: int):
         assert_close(compiled(training.state, training.batch), wanted)
 
 
-@pytest.mark.parametrize("planner", [autopar.Auto(), slow(autopar.Zero(3)), slow(autopar.DataParallel())])
+@pytest.mark.parametrize("planner", [autopar.Auto(), autopar.Zero(3), autopar.DataParallel()])
+@pytest.mark.slow
 def test_microbatches_are_planned_like_any_loop(planner: Any):
     with jax.enable_x64(True):
         training = MODELS["gpt"].training("float64", least=True)
@@ -294,7 +295,7 @@ def test_a_saved_plan_brings_its_microbatches(tmp_path: Any):
         other.plan(params, batch)
 
 
-@pytest.mark.parametrize("planner", [None, slow(autopar.DataParallel()), autopar.Megatron(data=2, tensor=2)])
+@pytest.mark.parametrize("planner", [None, slow(autopar.DataParallel()), slow(autopar.Megatron(data=2, tensor=2))])
 def test_what_lies_beside_the_batch_is_not_cut_with_it(planner: Any):
     params, batch = mlp()
     beside = {"key": jax.random.PRNGKey(1), "rates": jnp.linspace(0.1, 0.3, 3)}

@@ -13,7 +13,7 @@ import pytest
 import autopar
 from passes.ir import scan_of
 from passes.transforms import loop_of
-from tests.sample import half
+from tests.sample import each, slow
 
 WIDTH, HIDDEN, ROWS = 256, 512, 64
 CLUSTER = "8:a100-80g"
@@ -122,7 +122,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "loss"), half(WAYS, (penalised, tied, tied_early)))
+ON_ONE_MESH = [name for name in WAYS if name != "pipeline"]
+LOSSES = (penalised, tied, tied_early)
+
+
+@pytest.mark.parametrize(("way", "loss"), [*each(ON_ONE_MESH, LOSSES), *(slow("pipeline", loss) for loss in LOSSES)])
 def test_the_step_is_that_of_jit(way: str, loss: Loss):
     options = WAYS[way]
     with jax.enable_x64(True):

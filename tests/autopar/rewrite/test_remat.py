@@ -23,7 +23,7 @@ from passes.memory import PERSISTENT
 from passes.rules import rule_of
 from passes.transforms import KEPT, layers, loops, recompute
 from tests.autopar.rewrite.test_microbatch import assert_close
-from tests.sample import half, slow
+from tests.sample import each, slow
 
 WIDTH, ROWS, DEPTH = 64, 512, 4
 
@@ -54,7 +54,8 @@ def products(graph: Graph) -> int:
     return sum(int(rule_of(node, graph).flops) for node in graph.nodes if node.primitive == "dot_general")
 
 
-@pytest.mark.parametrize("kept", [kept if kept == "inputs" else slow(kept) for kept in KEPT])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", KEPT)
 def test_the_step_is_the_same(kept: Any):
     with jax.enable_x64(True):
         given = arguments("float64")
@@ -63,26 +64,23 @@ def test_the_step_is_the_same(kept: Any):
 
 
 MODEL_CASES = [
-    ("gpt", "inputs", autopar.Zero(3)),
-    slow("llama-scan", "matmuls", autopar.DataParallel()),
-    slow("gpt", "inputs", autopar.DataParallel()),
-    slow("llama-scan", "matmuls", autopar.Zero(3)),
-    *(
-        slow(name, kept, planner)
-        for name, kept in (
-            ("gpt", "matmuls"),
-            ("gpt-scan", "inputs"),
-            ("moe", "inputs"),
-            ("bert", "matmuls"),
-            ("transformer", "inputs"),
-            ("wide-resnet", "matmuls"),
-            ("llama", "inputs"),
-        )
-        for planner in (autopar.DataParallel(), autopar.Zero(3))
-    ),
+    (name, kept, planner)
+    for name, kept in (
+        ("gpt", "inputs"),
+        ("llama-scan", "matmuls"),
+        ("gpt", "matmuls"),
+        ("gpt-scan", "inputs"),
+        ("moe", "inputs"),
+        ("bert", "matmuls"),
+        ("transformer", "inputs"),
+        ("wide-resnet", "matmuls"),
+        ("llama", "inputs"),
+    )
+    for planner in (autopar.DataParallel(), autopar.Zero(3))
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kept", "planner"), MODEL_CASES, ids=lambda x: x if isinstance(x, str) else type(x).__name__
 )
@@ -231,8 +229,14 @@ def _through_a_gradient(loss: Any, params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
 
-@pytest.mark.parametrize("step", [_sharpness_aware, _through_a_gradient])
-@pytest.mark.parametrize(("kept", "planner"), half(("inputs", "matmuls"), (autopar.Auto(), autopar.DataParallel())))
+@pytest.mark.parametrize(
+    ("step", "kept", "planner"),
+    each(
+        (_sharpness_aware, _through_a_gradient),
+        ("inputs", "matmuls"),
+        (autopar.Auto(), autopar.DataParallel()),
+    ),
+)
 def test_steps_of_several_passes_recompute_each_where_it_is_read(step: Any, kept: Any, planner: Any):
     def loss(params: Any, batch: jax.Array) -> jax.Array:
         for weights in params:

@@ -262,7 +262,7 @@ def test_stages_of_a_deep_step_within_a_limit_are_never_worse_than_megatrons(sha
     assert plan(Auto(pipeline=True), limit).step_seconds <= by_hand * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("layers", "rows"), [(2, 64), (4, 15), (3, 7)])
+@pytest.mark.parametrize(("layers", "rows"), [(2, 64), slow(4, 15), (3, 7)])
 def test_there_are_stages_where_cuts_are_few_and_batches_odd(layers: int, rows: int) -> None:
     """Of eight layers that were asked for there are as many as there can be; microbatches divide the batch."""
     search = searched(plain, ([f(256, 256)] * layers, f(rows, 256)), "2x1:v100-16g")

@@ -116,6 +116,7 @@ def test_the_stages_that_update_the_state_alias_it(optimizer: str):
     assert sum(len(segment.donated) for segment, _ in updates) == len(jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(
     jax.__version_info__ < (0, 10, 2),
     reason="stages take 6.3 % more than is predicted with jaxlib 0.10.1",
@@ -194,7 +195,7 @@ def test_what_jit_has_no_use_for_survives():
     assert gone(given[1:3]) == [False, False]
 
 
-@pytest.mark.parametrize("where", ["all devices", slow("another device"), slow("the host")])
+@pytest.mark.parametrize("where", [slow("all devices"), slow("another device"), slow("the host")])
 def test_a_donated_state_from_elsewhere_is_gone_too(where: str):
     step, state, batch = small()
     parallel = on(step, donate_argnums=0)
@@ -215,6 +216,7 @@ def test_a_donated_state_from_elsewhere_is_gone_too(where: str):
         assert all(gone(given))
 
 
+@pytest.mark.slow  # in stages; without them, in every run
 def test_an_array_that_is_donated_and_passed_again_is_refused_and_stays():
     def step(params: Any, old: Any, batch: Any) -> Any:
         grads = jax.grad(squared)(params, batch)

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from tests.sample import half, slow
 
 OPTIMIZER = optax.adam(1e-2)
 
@@ -50,9 +51,8 @@ def assert_same(ours: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "planner", [autopar.DataParallel(), autopar.Zero(3), autopar.Auto()], ids=["dp", "zero", "auto"]
+    ("planner", "n_devices"), half([autopar.DataParallel(), autopar.Zero(3), autopar.Auto()], [1, 8])
 )
-@pytest.mark.parametrize("n_devices", [1, 8])
 def test_steps_equal_jit(planner: Any, n_devices: int):
     step = parallel(planner=planner, devices=jax.devices()[:n_devices])
     ours, batch = example()
@@ -126,7 +126,7 @@ def test_a_compiled_program_takes_only_its_own_types():
         compiled(state, [batch])
 
 
-@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Pipeline(stages=2, microbatches=2)])
+@pytest.mark.parametrize("planner", [slow(autopar.DataParallel()), autopar.Pipeline(stages=2, microbatches=2)])
 def test_a_compiled_program_takes_types_as_weak_as_they_come(planner: Any):
     """A scale that is made of a Python number comes back strong, and the second step was refused."""
 

@@ -89,6 +89,7 @@ def test_a_sum_that_both_passes_read_is_reduced_once(schedule: str):
         verification.check()
 
 
+@pytest.mark.slow
 def test_a_limit_is_kept_by_the_compiled_program(compiled: Any):
     needed = max(compiled.peaks.values())
     limit = Limit(nbytes=needed - 1, words="memory_limit", source="", searched=False)

@@ -126,7 +126,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     ("loss", "optimizer"),
     [
-        (squared, "adamw+clip"),
+        slow(squared, "adamw+clip"),
         (tied, "adamw+clip"),
         slow(dropped, "sgd"),
         slow(squared, "sgd"),
@@ -146,7 +146,7 @@ def test_losses_and_optimizers(loss: Callable[..., jax.Array], optimizer: str):
             assert_close((ours, told), (theirs, wanted))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble-h1", slow("gpipe"), slow("eager-1f1b")])
+@pytest.mark.parametrize("schedule", [slow("1f1b"), "zero-bubble-h1", slow("gpipe"), slow("eager-1f1b")])
 def test_schedules(schedule: str):
     with jax.enable_x64(True):
         params, batch = mlp()

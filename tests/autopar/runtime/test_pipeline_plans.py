@@ -32,11 +32,10 @@ from tests.autopar.runtime.test_pipeline import (
     tied,
     written,
 )
-from tests.sample import some
+from tests.sample import half, some
 
 
-@pytest.mark.parametrize("vocabulary", [96, 97])
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(("vocabulary", "tensor"), half([96, 97], [1, 2]))
 def test_a_weight_that_two_stages_read_is_a_parameter_of_both(vocabulary: int, tensor: int):
     step, args = residual(vocabulary)
     planner = Megatron(data=2, tensor=tensor, pipeline=2, microbatches=4)

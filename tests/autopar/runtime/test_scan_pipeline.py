@@ -20,7 +20,7 @@ from autopar.rewrite.chunked_scans import n_pieces
 from benchmarks.trainings import MODELS, QUICK, training
 from passes.ir import Graph, Node
 from passes.transforms import loop_of, stages
-from tests.sample import some
+from tests.sample import half, slow, some
 
 KEY = jax.random.key(0)
 WIDTH = 8
@@ -189,7 +189,7 @@ PLANNERS = [
 
 
 @pytest.mark.parametrize(
-    "planner", some(PLANNERS, 1), ids=lambda p: f"{p.stages}-{p.microbatches}-{p.schedule}-{p.submeshes}"
+    "planner", some(PLANNERS, 0), ids=lambda p: f"{p.stages}-{p.microbatches}-{p.schedule}-{p.submeshes}"
 )
 def test_planners(planner: Any):
     assert_equals_jit(score, planner)
@@ -246,8 +246,7 @@ def scans(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.primitive == "scan"]
 
 
-@pytest.mark.parametrize("loss", [score, checkpointed])
-@pytest.mark.parametrize("interleave", [1, 2])
+@pytest.mark.parametrize(("loss", "interleave"), half([score, checkpointed], [1, 2]))
 def test_every_stage_runs_its_layers(loss: Callable[..., jax.Array], interleave: int):
     planner = Pipeline(stages=4 // interleave, microbatches=2, interleave=interleave)
     _, plan, cut = cut_of(planner, loss, layers=8)
@@ -364,7 +363,7 @@ def test_no_stage_has_more_layers_than_it_must(n_stages: int):
         assert -(-pieces // n_stages) * (trips // pieces) == -(-trips // n_stages)
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [slow(1), 2])
 def test_a_pipeline_tells_the_shardings_of_its_results(data: int) -> None:
     """Of arrays on one stage, and of weights whose rows lie on both."""
     params, batch = mlp()

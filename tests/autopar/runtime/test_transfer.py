@@ -18,6 +18,7 @@ from autopar.errors import ArgumentError
 from autopar.runtime.transfer import Local, Route, Transfer, compile_transfer
 from autopar.runtime.transfer_plan import Kind, TransferPlan, plan_transfer
 from passes.errors import InternalError
+from tests.sample import half, slow
 
 
 def over(devices: list[int], *spec: Any, sizes: tuple[int, ...] | None = None) -> NamedSharding:
@@ -139,8 +140,7 @@ def test_scalars_and_empty_arrays(shape: tuple[int, ...]) -> None:
         assert_arrives(shape, source, target)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "float64"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("dtype", "seed"), half(["float32", "bfloat16", "int32", "bool", "float64"], range(8)))
 def test_random_shardings(dtype: str, seed: int) -> None:
     rng = np.random.default_rng([seed, len(dtype)])
 
@@ -253,7 +253,7 @@ def busy(x: jax.Array, turns: int = 150) -> jax.Array:
     return x + 0 * a[0, 0]
 
 
-@pytest.mark.parametrize("target", ["one", "cut", "replicated"])
+@pytest.mark.parametrize("target", [slow("one"), "cut", slow("replicated")])
 def test_a_call_does_not_wait_for_its_operand(target: str) -> None:
     to = {"one": on(1), "cut": over([1, 2], None, "x"), "replicated": over([1, 2])}[target]
     compute = jax.jit(busy)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import autopar
 from passes.errors import PlanningError
-from tests.sample import some
+from tests.sample import slow, some
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,7 +91,11 @@ def assert_close(ours: Any, theirs: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
 
 
-@pytest.mark.parametrize("name", [*REVERSE, *FORWARD])
+LIKE_OTHERS = {"grad twice", "jacobian of the gradient", "grad of vmap"}
+"""Taken as others are: by the Hessian, and by the gradient of a row at a time."""
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in LIKE_OTHERS else name for name in (*REVERSE, *FORWARD)])
 def test_transformations_of_a_parallel_function_are_those_of_jit(name: str):
     transform = (REVERSE | FORWARD)[name]
     ours = autopar.parallelize(forward_only, planner=autopar.DataParallel())

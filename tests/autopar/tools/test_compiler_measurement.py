@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import autopar
 from autopar.tools import compiler_measurement, device_sweep, measurement_text, topologies
 from autopar.tools.cli import main
-from autopar.tools.compiler_measurement import fitted, target_cluster
+from autopar.tools.compiler_measurement import CompilerMeasurement, fitted, target_cluster
 from autopar.tools.device_sweep import Case
 from autopar.tools.estimates import CLOCK_HZ, Estimate, cycles, light_seconds, seconds_of
 from autopar.tools.topologies import EXTRAS
@@ -133,6 +134,19 @@ def with_device(cluster: Cluster, **numbers: Any) -> Cluster:
     return replace(cluster, groups=(replace(group, device=replace(group.device, **numbers)),))
 
 
+@pytest.fixture
+def few_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer are tried for the bend of a device's curve, which most of a fit takes."""
+    monkeypatch.setattr(device_sweep, "HALVES", (0, 16, 32, 128))
+
+
+@functools.cache
+def as_its_preset() -> CompilerMeasurement:
+    """What is fitted to estimates that are the model's own."""
+    preset = parse_cluster("8:tpu-v5e")
+    return fitted(preset, by_model(preset))
+
+
 def test_the_device_is_that_of_the_estimates_and_its_links_the_presets() -> None:
     preset = parse_cluster("8:tpu-v5e")
     rates = {"float32": 9e13, "bfloat16": 1.8e14}
@@ -156,6 +170,7 @@ def test_the_device_is_that_of_the_estimates_and_its_links_the_presets() -> None
     assert Cluster.from_json(json.loads(json.dumps(result.cluster.to_json()))) == result.cluster
 
 
+@pytest.mark.usefixtures("few_halves")
 def test_a_gpus_kernels_begin_in_the_presets_time() -> None:
     preset = parse_cluster("8:h100")
     result = fitted(preset, by_model(with_device(preset, launch_seconds=0.0, half_inner=32.0)))
@@ -163,6 +178,7 @@ def test_a_gpus_kernels_begin_in_the_presets_time() -> None:
     assert result.cluster.group().device.half_inner == 32.0
 
 
+@pytest.mark.usefixtures("few_halves")
 def test_what_takes_less_than_its_memory_is_shown_and_not_fitted() -> None:
     """One estimate of a thousandth changes nothing but its own row."""
     preset = parse_cluster("8:tpu-v5e")
@@ -185,16 +201,17 @@ def test_a_curve_that_the_estimates_do_not_determine_is_the_presets() -> None:
     assert "the preset's" in measurement_text.rates_table(result).format(80)
 
 
+@pytest.mark.usefixtures("few_halves")
 def test_tables_fit_a_terminal_and_say_that_links_are_the_presets() -> None:
-    result = fitted(parse_cluster("8:tpu-v5e"), by_model(parse_cluster("8:tpu-v5e")))
-    text = "\n\n".join(table.format(80) for table in measurement_text.compiler_tables(result))
+    text = "\n\n".join(table.format(80) for table in measurement_text.compiler_tables(as_its_preset()))
     assert max(map(len, text.splitlines())) <= 80
     for words in ("nothing was run", "links and collectives  the preset's", "by memory_analysis()"):
         assert words in text
 
 
+@pytest.mark.usefixtures("few_halves")
 def test_the_command_saves_a_cluster(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    result = fitted(parse_cluster("8:tpu-v5e"), by_model(parse_cluster("8:tpu-v5e")))
+    result = as_its_preset()
     measure = "autopar.tools.measure_command.compiler_measurement"
     monkeypatch.setattr(measure, lambda preset, announce: result)
     path = tmp_path / "v5e.json"

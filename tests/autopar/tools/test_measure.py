@@ -17,6 +17,7 @@ from autopar.tools.device_sweep import Sample
 from autopar.tools.measurement import NBYTES, Measurement, hidden, lines_through, with_overlap
 from passes.cluster import Cluster, DeviceSpec, Measured, Mesh, collectives, parse_cluster
 from passes.cluster.hosts import virtual_cpu
+from tests.sample import slow, some
 
 
 def measured(*found):
@@ -122,7 +123,9 @@ def on(device: DeviceSpec) -> Cluster:
     return replace(cluster, groups=(replace(cluster.group(), device=device),))
 
 
-@pytest.mark.parametrize("shape", [{"half_extent": 16.0}, {"cores": 108, "half_inner": 64.0}], ids=["extents", "tiles"])
+@pytest.mark.parametrize(
+    "shape", [{"half_extent": 16.0}, slow({"cores": 108, "half_inner": 64.0})], ids=["extents", "tiles"]
+)
 def test_a_device_is_measured_as_what_it_is(shape):
     """Times that follow the cost model of a made-up device give back its rates, and are then predicted exactly."""
     truth = replace(
@@ -167,17 +170,18 @@ def test_a_device_is_measured_as_what_it_is(shape):
     assert {sample.kind for sample in samples} == {"float32 products", "bfloat16 products", "convolutions", "copies"}
 
 
-def test_weights_of_a_measured_product_are_no_constants():
+WEIGHTED = [case for case in device_sweep.cases("cpu") if case.weights]
+
+
+@pytest.mark.parametrize("case", some(WEIGHTED, 3), ids=lambda case: f"{case.dtype}, {case.size}")
+def test_weights_of_a_measured_product_are_no_constants(case):
     """A compiler would arrange constants ahead of time, which it cannot do with a model's weights."""
-    several = [case for case in device_sweep.cases("cpu") if case.weights]
-    assert several
-    for case in several:
-        x = jax.ShapeDtypeStruct(case.shape, case.dtype)
-        traced = jax.make_jaxpr(case.weights_like)(x)
-        assert [out.aval.shape for out in traced.jaxpr.outvars] == list(case.weights)
-        made = jax.vjp(case.weights_like, jnp.full(case.shape, 0.5, case.dtype))[1]
-        ones = tuple(jnp.ones(shape, case.dtype) for shape in case.weights)
-        assert float(jnp.sum(made(ones)[0].astype(jnp.float32))) > 0  # they depend on the array
+    x = jax.ShapeDtypeStruct(case.shape, case.dtype)
+    traced = jax.make_jaxpr(case.weights_like)(x)
+    assert [out.aval.shape for out in traced.jaxpr.outvars] == list(case.weights)
+    made = jax.vjp(case.weights_like, jnp.full(case.shape, 0.5, case.dtype))[1]
+    ones = tuple(jnp.ones(shape, case.dtype) for shape in case.weights)
+    assert float(jnp.sum(made(ones)[0].astype(jnp.float32))) > 0  # they depend on the array
 
 
 @pytest.mark.parametrize(

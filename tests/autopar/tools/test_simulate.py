@@ -21,6 +21,7 @@ from passes.cluster import parse_cluster
 from passes.errors import ClusterError, PlanningError
 from passes.plan import Estimate, Plan
 from passes.planners import Auto, DataParallel, Manual, Megatron, Pipeline, Zero, named
+from tests.sample import slow
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 ROWS, WIDTH, INNER = 64, 128, 512
@@ -385,7 +386,7 @@ def test_the_axis_is_the_first_number_that_varies():
     assert [x for x, _ in simulation_plot.series(swept(), None)[""]] == ["DataParallel()", "Zero()"]
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", [slow("png"), "svg"])
 def test_a_plot_is_written(tmp_path: Path, suffix: str):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"sweep.{suffix}"

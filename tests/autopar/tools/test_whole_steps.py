@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -13,7 +14,7 @@ from autopar.tools import whole_steps
 from autopar.tools.device_sweep import single_plan
 from autopar.tools.whole_steps import ConvolutionalNet, Transformer, WholeStep
 from passes.cluster import Mesh, parse_cluster, what_if
-from tests.sample import slow
+from tests.sample import half, slow
 
 SEVERAL = (Transformer(hidden=16, sequence=8, head=8), Transformer(hidden=32, sequence=16, head=8))
 
@@ -21,35 +22,46 @@ SEVERAL = (Transformer(hidden=16, sequence=8, head=8), Transformer(hidden=32, se
 NETS = (ConvolutionalNet(image=4, channels=(8,), batch=2), ConvolutionalNet(image=8, channels=(4, 8), batch=2))
 
 
-def trained(training: WholeStep) -> tuple[dict[str, jax.Array], jax.Array, list[float]]:
-    """Weights after 300 steps on one batch, all of which have changed, the batch, and every loss."""
+def drawn(training: WholeStep) -> tuple[dict[str, jax.Array], dict[str, jax.Array], jax.Array]:
+    """Random weights, moments, and a random batch."""
     rng = np.random.default_rng(0)
     weights, moments, batch = training.arguments()
     weights = {name: jnp.asarray(rng.normal(scale=0.2, size=w.shape), w.dtype) for name, w in weights.items()}
     moments = {name: jnp.zeros(m.shape, m.dtype) for name, m in moments.items()}
-    batch = jnp.asarray(rng.integers(0, 256, batch.shape), batch.dtype)
+    return weights, moments, jnp.asarray(rng.integers(0, 256, batch.shape), batch.dtype)
+
+
+def losses_of(training: WholeStep) -> list[float]:
+    """Every loss of 300 steps on one batch, after which all weights have changed."""
+    weights, moments, batch = drawn(training)
     step, losses = jax.jit(training.step), list[float]()
     before = weights
     for _ in range(300):
         weights, moments, loss = step(weights, moments, batch)
         losses.append(float(loss))
     assert all(float(jnp.abs(weights[name] - before[name]).max()) > 0 for name in weights)
-    return weights, batch, losses
+    return losses
 
 
-def test_what_is_measured_on_images_is_a_training():
-    training = ConvolutionalNet(image=8, channels=(8, 16), batch=4)
-    _, _, losses = trained(training)
+@pytest.mark.parametrize(
+    "training",
+    [
+        ConvolutionalNet(image=8, channels=(8, 16), batch=4),
+        slow(Transformer(hidden=16, sequence=8, batch=2, head=8)),
+    ],
+    ids=["images", "transformer"],
+)
+def test_what_is_measured_is_a_training(training: WholeStep):
+    losses = losses_of(training)
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_what_is_measured_is_a_training():
+def test_what_is_told_is_the_next_token():
     training = Transformer(hidden=16, sequence=8, batch=2, head=8)
-    weights, batch, losses = trained(training)
-    assert losses[-1] < 0.8 * losses[0]
+    weights, _, batch = drawn(training)
     later = training.loss(weights, batch.at[:, -1].set(0))
     earlier = training.loss(weights, batch.at[:, -1].set(1))
-    assert later != earlier  # what is told is the next token
+    assert later != earlier
 
 
 def test_a_token_sees_none_behind_it():
@@ -77,6 +89,7 @@ def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPa
     def seconds(training: WholeStep, mesh: Mesh, devices: object) -> float:
         return single_plan(training.traced(), truth).step_seconds
 
+    monkeypatch.setattr(WholeStep, "traced", functools.cache(WholeStep.traced))
     monkeypatch.setattr(whole_steps, "seconds", seconds)
     monkeypatch.setattr(whole_steps, "transformers", lambda platform: SEVERAL)
     monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: NETS)
@@ -90,8 +103,7 @@ def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPa
         assert sample.predicted == pytest.approx(sample.measured, rel=1e-6)
 
 
-@pytest.mark.parametrize("training", [SEVERAL[0], NETS[0]], ids=["transformer", "images"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("training", "count"), half([SEVERAL[0], NETS[0]], [1, 2]))
 def test_every_device_takes_a_step_of_its_own(count: int, training: WholeStep):
     devices = jax.devices()[:count]
     cluster = parse_cluster(f"{count}:cpu")

@@ -35,13 +35,14 @@ def test_answers_come_in_the_order_of_the_tasks(count):
         assert pool.call("index", []) == []
 
 
-def test_two_processes_share_and_one_is_left():
+def test_two_processes_share_and_one_is_left_with_no_stream_open():
     with WorkerPool(whose(), 2) as pool:
         assert str(os.getpid()) in shared_by(pool)
         (worker,) = pool.workers
     assert worker.process.poll() is not None
     assert worker.process.stdin.closed
     assert worker.process.stdout.closed
+    assert not worker.thread.is_alive()
     assert not pool.workers
 
 
@@ -105,15 +106,6 @@ def test_a_process_without_a_thread_that_talks_to_it_is_ended(monkeypatch):
     with WorkerPool("tensors", 4) as pool:
         assert pool.call("index", TASKS) == [0, 1, 2, 3, 4, 5]
     assert [process.poll() is not None for process in started] == [True]
-
-
-def test_a_pool_leaves_no_stream_open():
-    with WorkerPool(whose(), 2) as pool:
-        shared_by(pool)
-        (worker,) = pool.workers
-    assert worker.process.stdin.closed
-    assert worker.process.stdout.closed
-    assert not worker.thread.is_alive()
 
 
 def test_a_script_needs_no_guard(tmp_path):

@@ -18,7 +18,7 @@ from passes.cluster import Measured, Mesh, parse_cluster
 from passes.ir import TensorType
 from passes.placement import Background, resharding_plan
 from passes.sharding import PACKED_NBYTES, Behind, Resharder, parse_spec
-from tests.sample import half
+from tests.sample import each
 
 SIZES = (16, 64, 256, 32, 8)
 
@@ -78,7 +78,7 @@ def test_a_large_gradient_is_an_all_reduce_by_itself() -> None:
 PLANNERS = (autopar.DataParallel(), autopar.Zero(2), autopar.Megatron(data=4, tensor=2))
 
 
-@pytest.mark.parametrize(("fun", "dtype", "planner"), half((step, normalised), ("float32", "bfloat16"), PLANNERS))
+@pytest.mark.parametrize(("fun", "dtype", "planner"), each((step, normalised), ("float32", "bfloat16"), PLANNERS))
 def test_packed_programs_are_what_plans_and_predictions_say(fun: Callable[..., Any], dtype: str, planner: Any) -> None:
     params = jax.tree.map(lambda x: x.astype(dtype), weights(jax.random.key(1)))
     batch = jnp.asarray(BATCH, dtype)

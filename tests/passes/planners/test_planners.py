@@ -12,6 +12,7 @@ from passes.planners.planner import limit_nbytes
 from passes.step import Step
 from tests.passes.intra_op.test_assemblies import STATE
 from tests.passes.intra_op.test_assemblies import step as graph_of
+from tests.sample import slow
 
 CLUSTER = parse_cluster("4:a100-80g")
 STEP = Step(graph=graph_of(), state_pairs=STATE, donated=(True, True, False))
@@ -48,7 +49,7 @@ def test_a_limit_that_is_no_number_of_bytes_is_refused(limit: object) -> None:
         limit_nbytes(limit)
 
 
-@pytest.mark.parametrize("cluster", ["4:h100", "4:tpu-v5e", "4:a100-80g"])
+@pytest.mark.parametrize("cluster", ["4:h100", slow("4:tpu-v5e"), slow("4:a100-80g")])
 def test_a_limit_leaves_free_what_an_accelerators_compiler_may_need_more(cluster: str) -> None:
     """The limit that the message names has room for the margin, too, and is kept with it."""
     machine = parse_cluster(cluster)
