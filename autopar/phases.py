@@ -62,11 +62,6 @@ class Bar:
         self._timer.daemon = True
         self._timer.start()
 
-    @property
-    def is_shown(self) -> bool:
-        """Whether it is on the terminal."""
-        return self._columns is not None
-
     def report(self, progress: Progress) -> None:
         """Moves the bar."""
         self._last = progress
