@@ -202,7 +202,8 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     axes = cut.placement.operands[0].dims[ragged]
     (_, batch), extent = cut.params["ragged_dot_dimension_numbers"].dot_dimension_numbers, lhs.shape[ragged]
     if axes and ragged not in batch[0]:
-        ends = jnp.cumsum(sizes, -1, dtype=sizes.dtype) - offset(cut, axes, extent, sizes.dtype)
+        counter = np.int64 if sizes.dtype.itemsize == 8 else np.int32  # in which what begins before this is below zero
+        ends = jnp.cumsum(sizes, -1, dtype=sizes.dtype).astype(counter) - offset(cut, axes, extent, counter)
         sizes = jnp.diff(jnp.clip(ends, 0, extent), axis=-1, prepend=0)
     return rebind(cut, (lhs, rhs, sizes))
 

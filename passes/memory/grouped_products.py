@@ -18,10 +18,8 @@ def grouped(operations: Operations, node: Node, operands: Sequence[int], results
     """The operations that hold the result of a `ragged_dot_general`."""
     numbers = cast("Mapping[str, object]", node.params["ragged_dot_dimension_numbers"])
     contract, batch = cast("tuple[tuple[Shape, Shape], tuple[Shape, Shape]]", numbers["dot_dimension_numbers"])
-    (ragged,), of_groups = (
-        cast("Shape", numbers["lhs_ragged_dimensions"]),
-        cast("Shape", numbers["rhs_group_dimensions"]),
-    )
+    (ragged,) = cast("Shape", numbers["lhs_ragged_dimensions"])
+    of_groups = cast("Shape", numbers["rhs_group_dimensions"])
     lhs, rhs, sizes = operands
     if ragged in batch[0]:
         return contraction(operations, _product(node, contract, batch), (lhs, rhs), results)
@@ -46,13 +44,19 @@ def _later(dims: Shape) -> Shape:
 
 
 def _masked(operations: Operations, rows: int, along: int, sizes: int) -> int:
-    """The operation of rows `along` a dimension, once for each group, those of others zero."""
+    """The operation of rows `along` a dimension, once for each group, those of others zero.
+
+    Sizes that differ along other dimensions make a mask that does, too, in the same kernel.
+    """
     described, count = operations[rows], operations[sizes].shape[-1]
     type = TensorType(shape=(count, *described.shape), dtype=described.dtype)
-    is_of = TensorType(shape=(count, described.shape[along]), dtype="bool")
     ends = operations.add("opaque", (sizes,), operations[sizes].shape, operations[sizes].dtype, ("ends", operations.at))
-    mask = operations.elementwise("compare", (operations.broadcast(ends, is_of.shape, (0,)),), is_of)
-    wide = operations.broadcast(mask, type.shape, (0, along + 1))
+    if len(operations[sizes].shape) == 1:
+        is_of = TensorType(shape=(count, described.shape[along]), dtype="bool")
+        mask = operations.elementwise("compare", (operations.broadcast(ends, is_of.shape, (0,)),), is_of)
+        wide = operations.broadcast(mask, type.shape, (0, along + 1))
+    else:
+        wide = operations.add("elementwise", (ends,), type.shape, "bool", "compare")
     whole = operations.broadcast(rows, type.shape)
     zero = operations.broadcast(operations.literal(0.0, described.dtype), type.shape, ())
     return operations.elementwise("select", (wide, whole, zero), type)

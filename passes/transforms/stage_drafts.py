@@ -110,6 +110,9 @@ class LoopDrafts:
         by_stage: dict[int, list[int]] = {}
         for value in self._summands(summand, index):
             by_stage.setdefault(self.made.get(value, 0), []).append(value)
+        # What the backward pass has comes first: a sum that the forward pass began would lack the microbatch before.
+        for values in by_stage.values():
+            values.sort(key=lambda value: value not in self.made_late)
         results: list[int] = []
         for number, (at, values) in enumerate(sorted(by_stage.items())):
             draft = self.drafts[at]

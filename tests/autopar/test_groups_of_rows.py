@@ -48,6 +48,28 @@ def test_the_step_is_jits(planner: Any, microbatches: int):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), ours, jax.jit(step)(*args))
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8"])
+def test_sizes_of_any_integers_are_counted_below_zero(dtype: str):
+    """What ends before a piece begins is below it: unsigned numbers would come around."""
+    experts, x, sizes = drawn()
+    args = jax.tree.map(np.float32, experts), np.float32(x), sizes.astype(dtype)
+    planner = autopar.Auto(mesh={"x": 8}, pins={"x": "[x, -]"})
+    ours = autopar.parallelize(step, planner=planner)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), ours, jax.jit(step)(*args))
+
+
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Auto()])
+def test_batches_with_groups_of_their_own(planner: Any):
+    def of_each(matrices: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: jnp.sum(jax.vmap(jax.lax.ragged_dot)(x, w, sizes) ** 2))(matrices)
+
+    draw = np.random.default_rng(0)
+    with jax.enable_x64():
+        args = draw.normal(size=(8, 4, 16, 8)), draw.normal(size=(8, 32, 16)), draw.integers(0, 9, (8, 4))
+        ours = autopar.parallelize(of_each, planner=planner)(*args)
+        np.testing.assert_allclose(ours, jax.jit(of_each)(*args), rtol=1e-10)
+
+
 def test_rows_are_cut_and_gradients_reduced_once():
     plan = autopar.parallelize(step, cluster="8:a100-80g", planner=autopar.DataParallel(), batch_argnums=1).plan(
         *drawn()
