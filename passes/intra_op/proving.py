@@ -16,8 +16,8 @@ search itself, and leaves most of such a gap."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """The bytes of a limit, and those that what is known without a search may need; no answer of `cutoff` seconds or
-    more is looked for, and no more than `enough` is proven.
+    """The bytes of a limit, those that what is known without a search may need instead, and two numbers of seconds: no
+    answer that takes `cutoff` or more is looked for, and where it is proven that all take `enough`, no more is.
     """
 
     limit: float

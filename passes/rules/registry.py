@@ -67,8 +67,8 @@ class ShardingRule:
     `moves`            (an operand, a dimension of it, one of results), of which one is never cut, though the elements
                        along them are the same in another order or number: a batch goes on as one
     `columns`          those of its matrices, of which each waits for the one before
-    `groups`           of a product's rows, of which each is for one of so many matrices: not every compiler picks it
-    `single`           the factors of dimensions of one element, which nothing cuts: a batch may have one row
+    `groups`           each row of the product is for one of so many matrices; some compilers multiply it by all of them
+    `single`           a rule with the factors of dimensions of one element, which nothing cuts: a batch may have one row
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
     """

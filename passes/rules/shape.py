@@ -73,7 +73,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 def _single(before: tuple[int, ...], after: tuple[int, ...]) -> ShardingRule | None:
     """The factors of dimensions of one element: those with as many elements before them go together.
 
-    One that leads and is gone goes on in the dimension that leads then, as all rows of a batch would.
+    One that leads and is gone goes on in the dimension that leads then, as all rows of a batch would: in
+    `with_single` it takes the place of that dimension's own factor, which is sound for one row in one microbatch alone.
     """
     there = _ones(after)
     wide = next((d for d, size in enumerate(after) if size > 1), -1)
