@@ -68,7 +68,7 @@ class ShardingRule:
                        along them are the same in another order or number: a batch goes on as one
     `columns`          those of its matrices, of which each waits for the one before
     `groups`           each row of the product is for one of so many matrices; some compilers multiply it by all of them
-    `single`           a rule with the factors of dimensions of one element, which nothing cuts: a batch may have one row
+    `single`           a rule with factors of dimensions of one element, which nothing cuts: a batch may have one row
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
     """
