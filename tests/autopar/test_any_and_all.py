@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.sample import half
+from tests.sample import each
 
 ROWS, WIDTH = 64, 32
 
@@ -59,13 +59,13 @@ def drawn() -> tuple[Any, np.ndarray]:
     return params, draw.normal(size=(ROWS, WIDTH))
 
 
-@pytest.mark.parametrize(("is_fine", "planner", "microbatches"), half([by_all, by_any], PLANNERS, [1, 2]))
+@pytest.mark.parametrize(("is_fine", "planner", "microbatches"), each([by_all, by_any], PLANNERS, [1, 2]))
 def test_a_number_that_is_not_finite_stops_the_update_everywhere(planner: Any, is_fine: Any, microbatches: int):
     with jax.enable_x64():
         params, x = drawn()
         step = guarded(is_fine)
         parallel = autopar.parallelize(step, planner=planner, microbatches=microbatches)
-        for row in (None, 0, ROWS - 1):
+        for row in (None, ROWS - 1):
             broken = x.copy()
             if row is not None:
                 broken[row, 1] = np.inf
@@ -75,7 +75,7 @@ def test_a_number_that_is_not_finite_stops_the_update_everywhere(planner: Any, i
 
 
 @pytest.mark.parametrize(
-    ("is_fine", "planner"), half([by_all, by_any], [autopar.Zero(3), autopar.Megatron(data=2, tensor=4)])
+    ("is_fine", "planner"), each([by_all, by_any], [autopar.Megatron(data=2, tensor=4), autopar.Zero(3)])
 )
 def test_flags_are_reduced_and_not_gathered(planner: Any, is_fine: Any):
     def step(params: Any, x: jax.Array) -> Any:

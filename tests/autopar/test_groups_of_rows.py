@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.sample import half
+from tests.sample import each, slow
 
 ROWS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
 
@@ -40,7 +40,7 @@ def drawn(scale: int = 1) -> tuple[Any, np.ndarray, np.ndarray]:
     return experts, draw.normal(size=(scale * ROWS, width)), np.asarray([13, 0, 38, 9], np.int32) * scale
 
 
-@pytest.mark.parametrize(("planner", "microbatches"), half(PLANNERS, [1, 2]))
+@pytest.mark.parametrize(("planner", "microbatches"), each(PLANNERS, [1, 2]))
 def test_the_step_is_jits(planner: Any, microbatches: int):
     with jax.enable_x64():
         args = drawn()
@@ -48,7 +48,7 @@ def test_the_step_is_jits(planner: Any, microbatches: int):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), ours, jax.jit(step)(*args))
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint32", "int8"])
+@pytest.mark.parametrize("dtype", ["uint8", slow("uint32"), slow("int8")])
 def test_sizes_of_any_integers_are_counted_below_zero(dtype: str):
     """What ends before a piece begins is below it: unsigned numbers would come around."""
     experts, x, sizes = drawn()
