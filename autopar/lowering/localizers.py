@@ -198,9 +198,9 @@ def _fill(value: Any, dtype: Any) -> Any:
 def _(cut: Cut, operands: Arrays) -> Arrays:
     """The product of these rows, whose groups are what falls into this piece of the groups of all rows."""
     lhs, rhs, sizes = operands
-    (ragged,) = cut.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
-    axes = cut.placement.operands[0].dims[ragged]
-    (_, batch), extent = cut.params["ragged_dot_dimension_numbers"].dot_dimension_numbers, lhs.shape[ragged]
+    numbers = cut.params["ragged_dot_dimension_numbers"]
+    (ragged,), (_, batch) = numbers.lhs_ragged_dimensions, numbers.dot_dimension_numbers
+    axes, extent = cut.placement.operands[0].dims[ragged], lhs.shape[ragged]
     if axes and ragged not in batch[0]:
         counter = np.int64 if sizes.dtype.itemsize == 8 else np.int32  # in which what begins before this is below zero
         ends = jnp.cumsum(sizes, -1, dtype=sizes.dtype).astype(counter) - offset(cut, axes, extent, counter)

@@ -17,6 +17,7 @@ from passes.cluster import DeviceSpec, Mesh
 from passes.gc_pause import without_gc
 from passes.ir import Graph, StatePairs, item_nbytes, phase
 from passes.memory import tpu_layouts, xla_cpu, xla_gpu, xla_tpu
+from passes.memory.compilers import compiler_of
 from passes.memory.holders import CAUSES, HOLDERS, Holder, Memory, Temporaries, phase_of
 from passes.memory.split_products import weights_of
 from passes.memory.tpu_chips import is_tpu
@@ -58,9 +59,8 @@ def model_of(device: DeviceSpec) -> Model:
 
 def margin_of(device: DeviceSpec) -> float:
     """The share by which the compiled peak of a step on a device may be above its prediction."""
-    if is_tpu(device):
-        return TPU_MARGINS.get(device.name, max(TPU_MARGINS.values()))
-    return 0.0 if weights_of(device.name) is None else GPU_MARGIN
+    tpu_margin = TPU_MARGINS.get(device.name, max(TPU_MARGINS.values()))
+    return {"tpu": tpu_margin, "gpu": GPU_MARGIN, "cpu": 0.0}[compiler_of(device)]
 
 
 def nbytes_in(device: DeviceSpec, shape: tuple[int, ...], dtype: str) -> int:

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from passes.cluster import CPU, DeviceSpec, Mesh
+from passes.cluster import Mesh
 from passes.ir import Body, Control, Graph, Node, Phase, TensorType, phase
 from passes.memory.all_reduces import combined
 from passes.memory.collectives import stepped
+from passes.memory.compilers import compiler_of
 from passes.memory.dtype_widening import round_to, to_xla_widened
 from passes.memory.lowering_rules import BARRIER, joined_by_copies, to_xla
-from passes.memory.operations import Compiler, Operation, Operations, Shape, widen
+from passes.memory.operations import Operation, Operations, Shape, widen
 from passes.memory.products import as_they_lie
-from passes.memory.tpu_chips import is_tpu
 from passes.placement import Layout, Pack, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, Step, replicated
@@ -178,17 +178,13 @@ def _hoisted(lowered: Operations, same: set[int], outputs: Collection[int]) -> t
     return replaced, sorted(remaining)
 
 
-def _compiler(device: DeviceSpec) -> Compiler:
-    return "cpu" if device.name == CPU else "tpu" if is_tpu(device) else "gpu"
-
-
 class _Lowering:
     """The operations of every value, in the placement it is produced in and in those it was moved to."""
 
     def __init__(self, graph: Graph, context: Context, same: Mapping[int, int]) -> None:
         self.graph, self.context, self.same = graph, context, same
         device = context.mesh.cluster.group().device
-        self.operations = Operations(device.widened, _compiler(device))
+        self.operations = Operations(device.widened, compiler_of(device))
         self.home: dict[int, ShardingSpec] = {}
         self.made: dict[int, int] = {}
         self.moved: dict[tuple[int, ShardingSpec, Phase], int] = {}

@@ -117,6 +117,7 @@ def elements_nbytes(operation: Operation) -> int:
 
 
 Compiler = Literal["cpu", "gpu", "tpu"]
+"""A compiler of XLA, by the devices that it compiles for."""
 
 
 class Operations:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import pytest
 
 import autopar
+from passes.cluster import parse_cluster
+from passes.memory.compilers import compiler_of
 from passes.memory.grouped_products import grouped
 from passes.memory.operations import Operations
 
@@ -40,3 +43,9 @@ def test_rows_are_masked_for_each_group_and_all_are_one_product(compiler: str, c
 def test_a_tpu_has_an_operation_of_its_own() -> None:
     operations = made("tpu").every
     assert [o.kind for o in operations] == ["input"] * 3 + ["opaque"]
+
+
+def test_a_device_that_is_not_known_has_the_compiler_of_cpus() -> None:
+    known = {name: parse_cluster(f"1:{name}").group().device for name in ("h100", "tpu-v5e")}
+    assert {name: compiler_of(device) for name, device in known.items()} == {"h100": "gpu", "tpu-v5e": "tpu"}
+    assert compiler_of(replace(known["h100"], name="of one's own")) == "cpu"
