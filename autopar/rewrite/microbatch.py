@@ -246,8 +246,9 @@ class OnTime:
         return localize.bind(replace(cut, coordinate=lambda axis: self.index), operands)
 
     def move(self, array: jax.Array, move: Resharding) -> jax.Array:
-        (step,) = move.steps
-        return self._take(step, array)
+        for step in move.steps:
+            array = self._take(step, array)
+        return array
 
     def share(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
         return self._once(array) if spec.partial else array

@@ -27,7 +27,7 @@ _NOWHERE = replicated(0)
 @dataclass(frozen=True, slots=True)
 class Time:
     """The one axis in time, as a mesh: what a value's `local_shape` on it is, is its shape in one microbatch; of a
-    batch of a `single` row that is all of it.
+    batch of a `single` row that is all of it. So it is in a single microbatch, which can compute everything.
     """
 
     count: int
@@ -46,7 +46,11 @@ class Time:
         return self.count
 
     def steps(self, type: object, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]:
-        """The one step from a placement in time to another: `Walk` asks for no other than these."""
+        """The one step from a placement in time to another: `Walk` asks for no other than these. A single microbatch
+        has the same array in all of them.
+        """
+        if self.count == 1:
+            return ()
         if before.partial:
             return (Step(kind="all_reduce", axes=(AXIS,)),)
         if after.partial:
@@ -241,7 +245,7 @@ class Walk:
             return Placement(operands=specs, results=specs)
         if placement := _cut(self, index, is_any=self.waits):
             return placement
-        if self.coupling == "independent" and not rule.reason:
+        if self.time.count == 1 or (self.coupling == "independent" and not rule.reason):
             operand_specs = _whole(node, self.graph)
             if all(map(self.fits, node.inputs, operand_specs.operands)):
                 return operand_specs
@@ -273,7 +277,7 @@ class Walk:
         if value not in self.varying:
             return True
         spec = self.home[value]
-        if spec == target:
+        if spec == target or self.time.count == 1:
             return True
         if self.coupling == "exact":
             return False
@@ -315,7 +319,7 @@ def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
     varying: set[int] = set()
     for value, port_use in zip(node.inputs, control.operands, strict=True):
         spec = walk.home.get(value, replicated(walk.graph.types[value].rank))
-        if port_use.stacked and spec.dims[0]:
+        if port_use.stacked and spec.dims[0] and walk.time.count > 1:
             return refuse("a loop runs over the batch")
         ports[port_use.port] = ShardingSpec(dims=spec.dims[1:], partial=spec.partial) if port_use.stacked else spec
         if value in walk.varying:
@@ -339,9 +343,9 @@ def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
             break
     else:
         return refuse("a loop's carries do not settle")
-    if any(port.whole and s in varying for s, port in enumerate(control.ports)):
+    if walk.time.count > 1 and any(port.whole and s in varying for s, port in enumerate(control.ports)):
         return refuse("a loop's test depends on the batch")
-    if control.choice in varying:
+    if walk.time.count > 1 and control.choice in varying:
         return refuse("a branch is chosen by the batch")
     return LoopInTime(control=control, ports=ports, varying=frozenset(varying), walks=tuple(inner))
 

@@ -294,7 +294,7 @@ def _check_order(graph: Graph, before: Sequence[int], after: Sequence[int], coun
 
 def _coupled(walk: Walk, batch: Sequence[int]) -> str:
     refusal = (walk.refusals or walk.delayed)[0]
-    remedy = "leave out microbatches="
+    remedy = "leave out microbatches=, in a pipeline write microbatches=1"
     if refusal.words == PICKED:
         remedy += ", or pick the rows before the step and pass them beside the others"
     elif walk.coupling == "exact":
