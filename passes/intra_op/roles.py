@@ -195,7 +195,8 @@ def _batch_classes(
     """The classes of every operator group that the batch dimension reaches through the operators' factors, and, of
     operator groups that it does not reach, those from which it is reached and those of its parts inside loops over it.
 
-    What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well.
+    What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well; so is
+    what a loop samples that draws for each row.
     """
     onward: dict[_Place, list[_Place]] = defaultdict(list)
     back: dict[_Place, list[_Place]] = defaultdict(list)
@@ -212,8 +213,8 @@ def _batch_classes(
     rows = {
         math.prod(root.graph.types[value].shape[first : dim + 1]) for value, dim in batch.items() for first in {0, dim}
     }
-    for value in _drawn(root, rows):
-        drawn = _reached([_Dim(root.number, value, 0)], onward)
+    for place in itertools.chain.from_iterable(_drawn(each, rows) for each in root.all()):
+        drawn = _reached([place], onward)
         if weighty.isdisjoint(drawn):  # noise on weights is none
             reached |= drawn
     on_batch = _classes_of(reached)
@@ -231,12 +232,13 @@ def _inside_parts(subproblem: Subproblem, reached: Collection[_Place]) -> Iterat
                 yield _Port(number, index, use.port, 0)
 
 
-def _drawn(subproblem: Subproblem, rows: Collection[int]) -> Iterator[int]:
-    """The values that are drawn at random, of so many rows."""
+def _drawn(subproblem: Subproblem, rows: Collection[int]) -> Iterator[_Dim]:
+    """The rows of the values that are drawn at random, of so many rows."""
     graph = subproblem.graph
     for node, rule in zip(graph.nodes, subproblem.grouping.rules, strict=True):
         if rule.draws:
-            yield from (v for v in node.outputs if graph.types[v].rank and graph.types[v].shape[0] in rows)
+            drawn = (v for v in node.outputs if graph.types[v].rank and graph.types[v].shape[0] in rows)
+            yield from (_Dim(subproblem.number, value, 0) for value in drawn)
 
 
 def _reached(starts: Iterable[_Place], onward: Mapping[_Place, Sequence[_Place]]) -> set[_Place]:

@@ -44,13 +44,27 @@ def state_of(rows: int, dtype: Any = "float32") -> dict[str, Any]:
     made = {
         "adversarial": (draws.normal(size=(NOISE, WIDTH)), draws.normal(size=(WIDTH, 1))),
         "private": draws.normal(size=(rows, WIDTH)),
+        "sampling": draws.normal(size=(WIDTH, WIDTH)) / WIDTH,
     }
     return {
         name: (jax.tree.map(lambda x: jnp.asarray(x, dtype), each), jax.random.key(0)) for name, each in made.items()
     }
 
 
-STEPS = {"adversarial": adversarial, "private": private}
+def sampling(state: State, x: jax.Array) -> tuple[State, jax.Array]:
+    """Trains, and samples as many rows as the batch has from noise that begins as zeros."""
+    weight, key = state
+    weight = weight - 0.1 * jax.grad(lambda weight: jnp.mean(jnp.tanh(x @ weight) ** 2))(weight)
+
+    def less_noisy(trip: Any, rows: jax.Array) -> jax.Array:
+        noise = jax.random.normal(jax.random.fold_in(key, trip), rows.shape, rows.dtype)
+        return jnp.tanh(rows @ weight) + 0.1 * noise
+
+    sampled = jax.lax.fori_loop(0, 4, less_noisy, jnp.zeros_like(x))
+    return (weight, jax.random.split(key)[0]), sampled
+
+
+STEPS = {"adversarial": adversarial, "private": private, "sampling": sampling}
 
 
 def test_a_generator_is_trained_on_rows_of_its_own_on_each_device():
@@ -75,10 +89,20 @@ def test_noise_on_weights_is_no_batch():
     assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
 
 
+def test_a_loop_samples_rows_of_its_own_on_each_device():
+    """All devices sampled all rows, as the loop's began as zeros, which nothing tied to the batch."""
+    state, x = jax.eval_shape(lambda: state_of(ROWS))["sampling"], jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    plan = autopar.parallelize(sampling, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(state, x)
+    assert plan.outputs[-1].dims == (("data",), ())
+    assert {(collective.kind, collective.nbytes) for collective in plan.collectives} == {("all_reduce", WIDTH**2 * 4)}
+
+
 @pytest.mark.parametrize(("name", "planner"), half(STEPS, (autopar.DataParallel(), autopar.Zero(3))))
 def test_a_step_that_draws_is_jits(name: str, planner: Any):
     with jax.enable_x64(True):
         state, x = state_of(16, "float64")[name], np.random.default_rng(1).normal(size=(16, WIDTH))
         got, wanted = autopar.parallelize(STEPS[name], planner=planner)(state, x), jax.jit(STEPS[name])(state, x)
-        for mine, theirs in zip(*map(jax.tree.leaves, (got[0], wanted[0])), strict=True):
+        for mine, theirs in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+            if jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
+                mine, theirs = map(jax.random.key_data, (mine, theirs))
             np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
