@@ -195,8 +195,8 @@ def _batch_classes(
     """The classes of every operator group that the batch dimension reaches through the operators' factors, and, of
     operator groups that it does not reach, those from which it is reached and those of its parts inside loops over it.
 
-    What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well; so is
-    what a loop samples that draws for each row.
+    What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well, and
+    so are rows for which a loop draws.
     """
     onward: dict[_Place, list[_Place]] = defaultdict(list)
     back: dict[_Place, list[_Place]] = defaultdict(list)
