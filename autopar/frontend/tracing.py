@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import zip_longest
@@ -19,9 +19,10 @@ from autopar.frontend.devices import named_devices
 from autopar.frontend.flattening import Equation, RowLoops, flatten
 from autopar.frontend.placements import Devices, Placed, placement_of, specified
 from autopar.frontend.primitives import without_dead_code
+from autopar.frontend.state_pairing import state_pairs
 from autopar.jax_compat import PyTreeDef
 from passes.gc_pause import without_gc
-from passes.ir import Graph, Phase, StatePairs, TensorType, phase
+from passes.ir import Graph, StatePairs
 from passes.layers import loops_over_batch
 
 
@@ -103,11 +104,11 @@ def trace(
     live, read = without_dead_code(traced.jaxpr)
     flattened = partial(flatten, live, input_names=names, output_names=_output_names(out_tree), out_shardings=outputs)
     body = flattened()
-    pairs = _state_pairs(body.graph, in_tree, out_tree, donated)
+    pairs = state_pairs(body.graph, in_tree, out_tree, donated)
     if row_loops := loops_over_batch(body.graph, pairs, named):
         loops = tuple((body.equations[i].params, unchanged) for i, unchanged in row_loops.items())
         body = flattened(row_loops=RowLoops(loops, parts()))
-    graph, state_pairs = _pinned(body.graph, pairs, inputs, outputs, signature.source)
+    graph, kept_pairs = _pinned(body.graph, pairs, inputs, outputs, signature.source)
     _warn_of_nothing(graph, signature)
     around = [
         *((s, f"argument {name}") for s, name in zip(inputs, graph.input_names, strict=True) if s),
@@ -121,7 +122,7 @@ def trace(
         out_tree=out_tree,
         donated=donated,
         weak=tuple(bool(aval.weak_type) for aval in traced.jaxpr.out_avals),
-        state_pairs=state_pairs,
+        state_pairs=kept_pairs,
         named=named,
         jaxpr=traced.jaxpr,
         read=read,
@@ -155,83 +156,6 @@ def _output_names(tree: PyTreeDef) -> tuple[str, ...]:
     except Exception:  # a node of the user's may raise anything
         return tuple(f"out[{index}]" for index in range(tree.num_leaves))
     return tuple("out" + keystr(path) for path, _ in paths)
-
-
-@dataclass(frozen=True, slots=True)
-class _Subtree:
-    """Consecutive leaves of a pytree that form a tree of their own."""
-
-    first: int
-    tree: PyTreeDef
-
-    @property
-    def leaves(self) -> range:
-        return range(self.first, self.first + self.tree.num_leaves)
-
-    def children(self) -> Iterator[_Subtree]:
-        first = self.first
-        for child in self.tree.children():
-            yield _Subtree(first, child)
-            first += child.num_leaves
-
-
-def _state_pairs(
-    graph: Graph, in_tree: PyTreeDef, out_tree: PyTreeDef, donated: tuple[bool, ...]
-) -> tuple[tuple[int, int], ...]:
-    """(output, input) leaves of each argument that some part of the output repeats in structure and types.
-
-    Donated arguments choose first, each takes the first match: the whole output, one of its parts, or a part of those.
-    A lone array, which looks like any other, is taken for state only if it is donated or updated: all arguments before
-    it are state, and the result is made of it and of gradients after the backward pass.
-    """
-    args, kwargs = _Subtree(0, in_tree).children()
-    arguments = [a for a in (*args.children(), *kwargs.children()) if a.tree.num_leaves]
-    result_tree = _Subtree(0, out_tree)
-    parts = list(result_tree.children())
-    results = [result_tree, *parts, *(inner for part in parts for inner in part.children())]
-
-    def is_donated(argument: _Subtree) -> bool:
-        return all(donated[i] for i in argument.leaves)
-
-    def types(values: tuple[int, ...], leaves: range) -> list[TensorType]:
-        return [graph.types[values[i]] for i in leaves]
-
-    def is_state(argument: _Subtree, result: _Subtree) -> bool:
-        if argument.tree.num_leaves > 1 or is_donated(argument):
-            return True
-        first = argument.leaves[0]
-        before = all(i in paired for i in range(first))
-        return before and _is_update(graph, graph.outputs[result.leaves[0]], graph.inputs[first])
-
-    taken: set[int] = set()
-    paired: set[int] = set()
-    pairs: list[tuple[int, int]] = []
-    for argument in sorted(arguments, key=is_donated, reverse=True):
-        input_types = types(graph.inputs, argument.leaves)
-        for result in results:
-            free = taken.isdisjoint(result.leaves)
-            same = free and result.tree == argument.tree and types(graph.outputs, result.leaves) == input_types
-            if same and is_state(argument, result):
-                paired.update(argument.leaves)
-                taken.update(result.leaves)
-                pairs.extend(zip(result.leaves, argument.leaves, strict=True))
-                break
-    return tuple(sorted(pairs))
-
-
-def _is_update(graph: Graph, result: int, value: int) -> bool:
-    """Whether nodes of the apply phase alone make a result of a value and of something of the backward pass."""
-    waiting, seen, phases = [result], {result}, set[Phase]()
-    while waiting:
-        producer = graph.producers.get(waiting.pop())
-        if producer is None:
-            continue
-        node = graph.nodes[producer]
-        phases.add(phase(node))
-        if phase(node) == "apply":
-            waiting += [v for v in node.inputs if v not in seen]
-            seen.update(node.inputs)
-    return value in seen and "backward" in phases
 
 
 def _warn_of_nothing(graph: Graph, signature: Signature) -> None:
