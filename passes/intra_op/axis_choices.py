@@ -52,6 +52,7 @@ class Signature:
     visible: tuple[int, ...]
     absorbed: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...]
+    summed: int | None = None
 
 
 @lru_cache(maxsize=1024)
@@ -139,15 +140,17 @@ def _members(signature: Signature) -> list[_Member]:
                 operands=tuple(roles),
                 makes=results,
                 may_be_partial=tuple(inner_operands) if settled and form.grows else (),
-                fresh=_fresh(form, operands),
+                fresh=_fresh(form, operands, signature.summed),
             )
         )
     return members
 
 
-def _fresh(form: SizelessRule, operands: tuple[Where | None, ...]) -> int | None:
-    """The first linear factor whose operands all come from elsewhere."""
+def _fresh(form: SizelessRule, operands: tuple[Where | None, ...], summed: int | None) -> int | None:
+    """The first linear factor whose operands all come from elsewhere, or that of the operand that may be `summed`."""
     for factor, properties in enumerate(form.rule.factors):
+        if summed is not None and properties.partial != (summed,):
+            continue
         sources = {where[0] for o in properties.partial if (where := operands[o]) is not None}
         if not properties.size and sources == {"out"}:
             return factor

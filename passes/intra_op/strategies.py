@@ -26,6 +26,7 @@ from passes.intra_op.axis_choices import PARTIAL, AxisChoice, Signature, Sizeles
 from passes.intra_op.rearranging import is_ordered, rearranging_seconds
 from passes.intra_op.roofline import computed_flops, has_own_rate, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
+from passes.intra_op.sums_in_products import summed_operand
 from passes.ir import Graph, TensorType
 from passes.placement import Grouping, OperatorGroup
 from passes.rules import Assignment, ShardingRule
@@ -85,8 +86,8 @@ class GroupSignature:
 
     `operators` are numbers of one tabulator. `operands` holds, per member, positions of its operands: (`in`, k) for the
     k-th value that the operator group holds, (`out`, k) for the k-th value read from elsewhere, None for literals and
-    free values. `options` are the classes that an axis may have, `classes` those of the members' factors. `unread` are
-    the (member, operand) pairs and `unwritten` the visible values that pass no memory, as their readers make them anew.
+    free values. `options` are the classes that an axis may have, `classes` those of the members' factors. Readers make
+    `unread` (member, operand) pairs and `unwritten` visible values anew. The operand `summed` may come in as a sum.
     """
 
     operators: tuple[int, ...]
@@ -97,6 +98,7 @@ class GroupSignature:
     classes: tuple[tuple[int, ...], ...]
     options: tuple[int, ...]
     light: bool
+    summed: int | None = None
     unread: frozenset[tuple[int, int]] = frozenset()
     unwritten: frozenset[int] = frozenset()
 
@@ -127,9 +129,7 @@ class Tabulator:
         return [numbers[id(rule)] for rule in grouping.rules]
 
     def table(self, shape: GroupSignature, source: str) -> Table:
-        """The table of an operator group with this signature. Raises NoLegalPlanError, naming its `source`, if it has
-        none.
-        """
+        """The table of an operator group of this signature. Raises NoLegalPlanError, naming its `source`, for none."""
         if shape not in self._known:
             table = _Pricing(self, shape).run()
             if table is None:
@@ -146,7 +146,8 @@ class Tabulator:
         return strategy_space(
             Signature(
                 axes=self.mesh.axes,
-                options=(*shape.options, PARTIAL) if shape.light else shape.options,
+                options=(*shape.options, PARTIAL) if shape.light or shape.summed is not None else shape.options,
+                summed=shape.summed,
                 forms=tuple([self._forms[number] for number in shape.operators]),
                 operands=shape.operands,
                 makes=shape.makes,
@@ -372,6 +373,7 @@ def signature_of(
         ),
         options=_largest(operator_group, graph, grouping),
         light=operator_group.light,
+        summed=summed_operand(graph, grouping, members[0]),
         unread=frozenset([(m, o) for m, node in enumerate(nodes) for o, v in enumerate(node.inputs) if v in remade]),
         unwritten=frozenset([k for value, k in inside.items() if value in remade]),
     )

@@ -8,10 +8,10 @@ from passes.ir import Node
 from passes.rules.registry import ShardingRule, Types, build, rule
 
 _PLAIN = (
-    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh digamma "
-    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le "
+    "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma "
+    "eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le "
     "le_to lgamma log log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or polygamma "
-    "polynomial population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt shift_left "
+    "polynomial population_count pow reduce_precision regularized_incomplete_beta rem round rsqrt shift_left "
     "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh threefry2x32 xor zeta"
 ).split()
 
@@ -63,7 +63,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results, linear=((0,), (1,)))
 
 
-@rule("neg", "copy", "name", "stop_gradient")
+@rule("neg", "conj", "real", "imag", "copy", "name", "stop_gradient")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return pointwise(operands, results, linear=((0,),))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -14,7 +14,9 @@ from passes.rules.registry import ShardingRule, Types, build, rule, size_of
 
 @rule("dot_general")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    """Batch and free dimensions pass through, contracted ones reduce; 2 flops a multiply-add."""
+    """Batch and free dimensions pass through, contracted ones reduce; 2 flops a multiply-add. Sums of whole numbers may
+    run over where the products of their summands, which are wider, do not.
+    """
     contract, batch = cast("tuple[tuple[tuple[int, ...], ...], ...]", node.params["dimension_numbers"])
     lhs, rhs = operands
     left_labels: list[str] = [f"m{d}" for d in range(lhs.rank)]
@@ -30,9 +32,14 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         [(lhs, left_labels), (rhs, right_labels)],
         [(results[0], [*shared, *free])],
         reduce=contracted,
+        linear=((0,), (1,)) if all(map(_is_inexact, (lhs, rhs))) else (),
         flops=2.0 * results[0].size * depth,
         light=False,
     )
+
+
+def _is_inexact(type: TensorType) -> bool:
+    return type.dtype.startswith(("float", "bfloat", "complex"))
 
 
 @rule("ragged_dot_general")
@@ -144,14 +151,16 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     points = size_of(lengths)
     batch = operands[0].rank - len(lengths)
     count = size_of(operands[0].shape[:batch])
-    base = _in_batches(batch, operands, results, 5.0 * count * points * math.log2(max(points, 2)))
+    base = _in_batches(batch, operands, results, 5.0 * count * points * math.log2(max(points, 2)), linear=((0,),))
     return replace(base, in_rows=True)
 
 
-def _in_batches(batch: int, operands: Types, results: Types, flops: float) -> ShardingRule:
+def _in_batches(
+    batch: int, operands: Types, results: Types, flops: float, linear: Sequence[tuple[int, ...]] = ()
+) -> ShardingRule:
     """The rule of an operation that maps over the first `batch` dimensions of everything."""
 
     def labelled(types: Types) -> list[tuple[TensorType, list[int | None]]]:
         return [(t, [d if d < batch else None for d in range(t.rank)]) for t in types]
 
-    return build(labelled(operands), labelled(results), flops=flops, light=False)
+    return build(labelled(operands), labelled(results), flops=flops, light=False, linear=linear)

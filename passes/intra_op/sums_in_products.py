@@ -1,0 +1,99 @@
+"""The products and transforms that had better take a sum over devices as it is, and have their own result summed up.
+
+The gradient of a weight that is made of others, as `W + A @ B` of an adapter or a filter of its spectrum, is summed up
+over the batch, and goes through a product or transform to what is updated. That is linear, and its result is smaller:
+each device does it to its own summand, and fewer bytes are reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+from passes.ir import Graph
+from passes.placement import Grouping
+
+
+def summed_operand(graph: Graph, grouping: Grouping, index: int) -> int | None:
+    """The operand of a heavy operator that may come in as a sum of which each device has a summand; None if there is
+    none, or nothing is gained by it.
+
+    It is linear in the operand and makes less of it. The operand is made by a sum over more than it leaves, as that
+    over a batch is, in whatever linear ways; and all that reads it on the way makes less of it too, as what needs it
+    reduced would reduce it for all.
+    """
+    key = summed_operand, id(grouping)
+    known = cast("tuple[Grouping, _Sums] | None", graph.memo.get(key))
+    if known is None:
+        graph.memo[key] = known = grouping, _Sums(graph, grouping)
+    node, rule = graph.nodes[index], grouping.rules[index]
+    for factor in rule.factors if not rule.light else ():
+        if not factor.size and len(factor.partial) == 1:
+            (operand,) = factor.partial
+            value = node.inputs[operand]
+            if known[1].shrinks(index, value) and known[1].is_sum(value) and known[1].only_shrinks(value):
+                return operand
+    return None
+
+
+class _Sums:
+    """The values of a graph that are sums, or linear in one, and those that are only made less of."""
+
+    def __init__(self, graph: Graph, grouping: Grouping) -> None:
+        self.graph, self.rules = graph, grouping.rules
+        self._sums: dict[int, bool] = {}
+        self._shrinking: dict[int, bool] = {}
+
+    def shrinks(self, index: int, value: int) -> bool:
+        """Whether a heavy operator is linear in a value and its result has fewer bytes, or as many numbers that are
+        real where the value's are complex.
+        """
+        node, rule, types = self.graph.nodes[index], self.rules[index], self.graph.types
+        if rule.light or node.inputs.count(value) != 1 or len(node.outputs) != 1:
+            return False
+        operand = node.inputs.index(value)
+        before, after = types[value], types[node.outputs[0]]
+        smaller = after.nbytes < before.nbytes or (not rule.is_product and after.nbytes <= before.nbytes)
+        return smaller and any(not f.size and f.partial == (operand,) for f in rule.factors)
+
+    def is_sum(self, value: int) -> bool:
+        """Whether a value is summed up over more than it leaves, or made of such a sum by light linear operators that
+        make no more of it.
+        """
+        if value not in self._sums:
+            self._sums[value] = False  # until it is known
+            producer = self.graph.producers.get(value)
+            self._sums[value] = producer is not None and self._makes_sum(producer)
+        return self._sums[value]
+
+    def _makes_sum(self, index: int) -> bool:
+        node, rule, types = self.graph.nodes[index], self.rules[index], self.graph.types
+        kept = {factor for factors in rule.results for factor in factors} - {-1}
+        summed = [f for n, f in enumerate(rule.factors) if f.size and n not in kept and f.reduction == "add"]
+        if summed:
+            sides = [math.prod(rule.factors[f].size for f in set(of) & kept) for of in rule.operands[:2]]
+            return rule.light or math.prod(f.size for f in summed) >= min(sides)
+        if not rule.light or len(node.outputs) != 1:
+            return False
+        size = types[node.outputs[0]].size
+        linear = {o for f in rule.factors if not f.size for o in f.partial}
+        return any(
+            types[v].size >= size and self.is_sum(v) for o in linear if (v := node.inputs[o]) in self.graph.producers
+        )
+
+    def only_shrinks(self, value: int) -> bool:
+        """Whether all that reads a value makes less of it, behind light linear operators, and it is no result."""
+        if value not in self._shrinking:
+            self._shrinking[value] = False  # until it is known
+            readers = self.graph.consumers.get(value, ())
+            is_result = value in self.graph.returned
+            self._shrinking[value] = not is_result and all(self._goes_on(reader, value) for reader in readers)
+        return self._shrinking[value]
+
+    def _goes_on(self, index: int, value: int) -> bool:
+        node, rule = self.graph.nodes[index], self.rules[index]
+        if not rule.light:
+            return self.shrinks(index, value)
+        operand = node.inputs.index(value)
+        is_linear = any(not f.size and operand in f.partial for f in rule.factors)
+        return is_linear and bool(node.outputs) and all(map(self.only_shrinks, node.outputs))
