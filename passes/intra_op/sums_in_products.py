@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from passes.ir import Graph
+from passes.ir import Graph, phase
 from passes.placement import Grouping
 
 
@@ -57,8 +57,8 @@ class _Sums:
         return smaller and any(not f.size and f.partial == (operand,) for f in rule.factors)
 
     def is_sum(self, value: int) -> bool:
-        """Whether a value is summed up over more than it leaves, or made of such a sum by light linear operators that
-        make no more of it.
+        """Whether the backward pass sums a value up over more than it leaves, or makes it of such a sum by light linear
+        operators that make no more of it.
         """
         if value not in self._sums:
             self._sums[value] = False  # until it is known
@@ -68,6 +68,8 @@ class _Sums:
 
     def _makes_sum(self, index: int) -> bool:
         node, rule, types = self.graph.nodes[index], self.rules[index], self.graph.types
+        if phase(node) != "backward":
+            return False
         kept = {factor for factors in rule.results for factor in factors} - {-1}
         summed = [f for n, f in enumerate(rule.factors) if f.size and n not in kept and f.reduction == "add"]
         if summed:
