@@ -1,0 +1,55 @@
+"""What one small value makes of two large ones lies as each of those does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.frontend.tracing import trace
+from passes.placement import group
+
+ROWS, WIDTH = 65536, 256
+
+
+def towers(scale: jax.Array, weight: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Two batches by one scale that is computed, each through the same weight."""
+    scale = jnp.exp(scale)
+    return (jnp.tanh((x * scale) @ weight) + jnp.tanh((y * scale) @ weight)).sum(-1)
+
+
+def many_towers(scale: jax.Array, weight: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    def body(total: jax.Array, time: jax.Array) -> tuple[jax.Array, None]:
+        return total + towers(scale * time, weight, x, y), None
+
+    return jax.lax.scan(body, jnp.zeros(x.shape[0]), jnp.arange(4.0))[0]
+
+
+def arguments() -> tuple[Any, ...]:
+    shapes = (WIDTH,), (WIDTH, 64), (ROWS, WIDTH), (ROWS, WIDTH)
+    return tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+
+
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Auto()])
+@pytest.mark.parametrize("step", [towers, many_towers])
+def test_two_batches_are_both_cut_where_they_share_a_scale(step: Any, planner: Any):
+    """One was whole on every device, as an axis can cut one class of a group, and their rows were two of one group."""
+    planned = autopar.parallelize(step, planner=planner, cluster="8:a100-80g", batch_argnums=(2, 3))
+    plan = planned.plan(*arguments())
+    (axis,) = plan.mesh.axes
+    assert [spec.dims[0] for spec in plan.inputs[2:]] == [(axis,), (axis,)]
+    assert not plan.collectives
+
+
+def test_what_centres_a_weight_stays_with_it():
+    """A mean is small and computed, but of the weight itself: both are cut alike."""
+
+    def step(weight: jax.Array, x: jax.Array) -> jax.Array:
+        return x @ (weight - weight.mean(0))
+
+    graph = trace(step, (jnp.ones((16, 8)), jnp.ones((4, 16))), {}).graph
+    light = [each for each in group(graph).operator_groups if each.light]
+    assert len(light) == 1
