@@ -3,22 +3,28 @@
 Their indices name the row in a column that counts rows. Without that column, and with rows side by side, the same
 elements are taken, and it is seen that no row needs another: a batch can be cut, and taken in parts.
 
+JAX takes what counts rows out of a loop over layers, and stacks the joined indices of all layers for the backward loop:
+bodies are told how their inputs count, and loops how their results do.
+
 Reference: JAX's `GatherDimensionNumbers`, whose `operand_batching_dims` are dimensions side by side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 
+from autopar import jax_compat
 from autopar.frontend.primitives import traced_for
 from passes.ir import Node, TensorType
 
 GATHER = "gather"
 SCATTERS = frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"})
+
+_BARRIER = "optimization_barrier"
 
 _VIEWS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 """Primitives whose result has the elements of their operand."""
@@ -33,23 +39,65 @@ _FIELDS = {
 of indices that lie side by side."""
 
 
+Count = int | tuple[int | None, ...]
+"""The dimension along which a value counts from 0; or that of each column, which is an index into its last dimension,
+None for a column that does not count."""
+
+_UNSET: Count = ()
+"""That of a value which may be anything."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """The values of a program so far: their types, the nodes that make them, arrays that are known, and numbers."""
+    """The values of a program so far: their types, the nodes that make them, arrays that are known, numbers, and how
+    those count of which that is `given`, the inputs of a loop's body and the results of a loop.
+    """
 
     types: Sequence[TensorType]
     makers: Mapping[int, Node]
     constants: Mapping[int, Any]
     literals: Mapping[int, object]
+    given: dict[int, Count] = field(default_factory=dict)
+
+    def give(self, values: Sequence[int], counts: Sequence[Count | None]) -> None:
+        """Notes how values count that no node here makes."""
+        self.given.update((v, count) for v, count in zip(values, counts, strict=True) if count is not None)
+
+    def count(self, value: int) -> Count | None:
+        """All that is known of how a value counts; None where it does not."""
+        if (dim := self.counted(value)) is not None:
+            return dim
+        if self._is_unset(value):
+            return _UNSET
+        columns = self.columns(value)
+        return None if all(column is None for column in columns) else columns
+
+    def columns(self, value: int) -> tuple[int | None, ...]:
+        """The dimension along which each column of a value counts, None for one that does not; nothing for a value that
+        is not known by columns.
+        """
+        node, count = self.makers.get(value), self.given.get(value)
+        if count is not None:
+            return count if isinstance(count, tuple) else ()
+        if node is None:
+            return ()
+        if node.primitive == _BARRIER:
+            return self.columns(node.inputs[node.outputs.index(value)])
+        return tuple(map(self.counted, columns_of(node, self.types)))
 
     def counted(self, value: int) -> int | None:
         """The dimension along which a value counts from 0, as an iota does; None for any other value."""
-        node, type = self.makers.get(value), self.types[value]
+        node, type, count = self.makers.get(value), self.types[value], self.given.get(value)
+        if count is not None:
+            return count if isinstance(count, int) else None
         if node is None:
-            return _counted(self.constants[value]) if value in self.constants else None
+            is_integer = type.dtype.startswith(("int", "uint"))
+            return _counted(self.constants[value]) if is_integer and value in self.constants else None
         if node.primitive == "iota":
             dim = cast("int", node.params["dimension"])
             return dim if _holds(type.dtype, type.shape[dim]) else None
+        if node.primitive == _BARRIER:
+            return self.counted(node.inputs[node.outputs.index(value)])
         if node.primitive == "select_n":
             return self.counted(node.inputs[1]) if self._is_from_the_end(node) else None
         if node.primitive not in _VIEWS or (dim := self.counted(node.inputs[0])) is None:
@@ -63,6 +111,13 @@ class Values:
         before, after = ([d for d, size in enumerate(t.shape) if size > 1] for t in (source, type))
         return after[0] if before == [dim] and len(after) == 1 else None
 
+    def _is_unset(self, value: int) -> bool:
+        """Whether nothing is written to a value, as to what another branch saves for the backward pass."""
+        node = self.makers.get(value)
+        if node is not None and node.primitive == "broadcast_in_dim":
+            node = self.makers.get(node.inputs[0])
+        return self.given.get(value) == _UNSET or (node is not None and node.primitive == "empty2")
+
     def _is_from_the_end(self, node: Node) -> bool:
         """Whether a selection is of an index or, where that is below 0, of the one that it stands for."""
         compared = self.makers.get(node.inputs[0])
@@ -74,8 +129,8 @@ class Values:
 
 
 def _counted(array: Any) -> int | None:
-    """The dimension along which a known array counts from 0."""
-    if getattr(array, "dtype", None) is None or np.dtype(array.dtype).kind not in "iu":
+    """The dimension along which a known array of integers counts from 0; None where it is not all here."""
+    if not isinstance(array, np.ndarray) and not (jax_compat.is_concrete(array) and array.is_fully_addressable):
         return None
     known = np.asarray(array)
     for dim, size in enumerate(known.shape):
@@ -85,9 +140,57 @@ def _counted(array: Any) -> int | None:
     return None
 
 
+def entering(equation: Any, counts: Sequence[Count | None]) -> list[list[Count | None]]:
+    """The counts of the inputs of each body of a loop or branch, by those of its operands; a carry has none."""
+    params = equation.params
+    match equation.primitive.name:
+        case "scan":
+            numbers = jax_compat.scan_counts(params)
+            first, begin = numbers["num_consts"], numbers["num_consts"] + numbers["num_carry"]
+            return [[*counts[:first], *[None] * (begin - first), *(_stacked(count, -1) for count in counts[begin:])]]
+        case "while":
+            first, begin = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            carries = [None] * (len(counts) - begin)
+            return [[*counts[:first], *carries], [*counts[first:begin], *carries]]
+        case "cond":
+            return [list(counts[1:]) for _ in params["branches"]]
+        case _:
+            return []
+
+
+def leaving(equation: Any, bodies: Sequence[Sequence[Count | None]]) -> list[Count | None]:
+    """The counts of the results of a loop or branch, by those of its bodies: of what a scan stacks, and of what all
+    branches that set it return alike.
+    """
+    match equation.primitive.name:
+        case "scan":
+            carries = jax_compat.scan_counts(equation.params)["num_carry"]
+            return [*[None] * carries, *(_stacked(count, 1) for count in bodies[0][carries:])]
+        case "cond":
+            counts = ({count for count in branches if count != _UNSET} for branches in zip(*bodies, strict=True))
+            return [each.pop() if len(each) == 1 else None if each else _UNSET for each in counts]
+        case _:
+            return [None] * len(equation.outvars)
+
+
+def _stacked(count: Count | None, by: int) -> Count | None:
+    """The count of a stack of values that count so, `by` 1, or of each value in such a stack, `by` -1."""
+    if count is None or isinstance(count, int):
+        return None if count is None or count + by < 0 else count + by
+    columns = tuple(None if column is None or column + by < 0 else column + by for column in count)
+    return None if all(column is None for column in columns) else columns
+
+
+def columns_of(node: Node | None, types: Sequence[TensorType]) -> tuple[int, ...]:
+    """The values that a node joins as the columns of its result; nothing for a node that does not."""
+    if node is None or node.primitive != "concatenate" or node.params["dimension"] != types[node.outputs[0]].rank - 1:
+        return ()
+    return node.inputs if all(types[column].shape[-1] == 1 for column in node.inputs) else ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The columns of indices that are left, and the parameters of the gather or scatter that takes them."""
+    """The places of the columns of indices that stay, and the parameters of the gather or scatter that takes them."""
 
     columns: tuple[int, ...]
     params: Mapping[str, Any]
@@ -103,18 +206,15 @@ def by_row(primitive: str, params: Mapping[str, Any], inputs: Sequence[int], val
 
     At least one column has to be left.
     """
-    joined = values.makers.get(inputs[1])
-    indices = values.types[inputs[1]]
-    if joined is None or joined.primitive != "concatenate" or joined.params["dimension"] != indices.rank - 1:
-        return None
-    if any(values.types[column].shape[-1] != 1 for column in joined.inputs):
+    indices, columns = values.types[inputs[1]], values.columns(inputs[1])
+    if not columns:
         return None
     numbers, (dropped, mapped, beside) = params["dimension_numbers"], _FIELDS[primitive]
     removed, targets, in_indices = (getattr(numbers, name) for name in (dropped, mapped, beside))
     pairs = dict(zip(numbers.operand_batching_dims, in_indices, strict=True))
     kept: list[tuple[int, int]] = []
-    for column, target in zip(joined.inputs, targets, strict=True):
-        dim, rows = values.counted(column), values.types[inputs[0]].shape[target]
+    for column, (dim, target) in enumerate(zip(columns, targets, strict=True)):
+        rows = values.types[inputs[0]].shape[target]
         if (
             dim is None
             or dim in (*pairs.values(), indices.rank - 1)
@@ -124,7 +224,7 @@ def by_row(primitive: str, params: Mapping[str, Any], inputs: Sequence[int], val
             kept.append((column, target))
         else:
             pairs[target] = dim
-    if not kept or len(kept) == len(joined.inputs):
+    if not kept or len(kept) == len(columns):
         return None
     changed = {
         dropped: tuple(d for d in removed if d not in pairs),

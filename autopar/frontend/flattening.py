@@ -14,12 +14,23 @@ from itertools import zip_longest
 from typing import Any
 
 import jax
-from jax.lax import broadcast_in_dim_p, concatenate_p, sharding_constraint_p
+from jax.lax import broadcast_in_dim_p, concatenate_p, sharding_constraint_p, slice_p
 from jax.sharding import Sharding
 
 from autopar import jax_compat
-from autopar.errors import UnsupportedError, explain
-from autopar.frontend.by_row import GATHER, SCATTERS, Rows, Values, by_row, taken_whole
+from autopar.errors import UnsupportedError
+from autopar.frontend.by_row import (
+    GATHER,
+    SCATTERS,
+    Count,
+    Rows,
+    Values,
+    by_row,
+    columns_of,
+    entering,
+    leaving,
+    taken_whole,
+)
 from autopar.frontend.extremes import by_extreme
 from autopar.frontend.known_numbers import as_number, computed, number_of
 from autopar.frontend.placements import Placed, placement_of
@@ -36,9 +47,11 @@ from autopar.frontend.primitives import (
     placed_by,
     plain_params,
     tested_by_row,
+    type_of,
+    unsupported,
     without_elements,
 )
-from autopar.frontend.row_loops import side_by_side
+from autopar.frontend.row_loops import RowLoops
 from passes.ir import Graph, Node, TensorType
 
 ROWWISE = SCATTERS | {GATHER}
@@ -72,41 +85,29 @@ def flatten(
     input_names: tuple[str, ...] = (),
     output_names: tuple[str, ...] = (),
     out_shardings: Placed = (),
-    call: Site | None = None,
     row_loops: RowLoops | None = None,
 ) -> Body:
-    """The body of a closed jaxpr, called at `call`, whose outputs lie in these shardings where there are any, with
-    `row_loops` side by side.
+    """The body of a closed jaxpr, whose outputs lie in these shardings where there are any, with `row_loops` side by
+    side.
 
     Raises UnsupportedError for a side effect or reference that no plan can keep.
     """
     opened, consts = jax_compat.open_jaxpr(jaxpr)
     build = _Builder(row_loops or RowLoops())
     inputs = [build.fresh(var.aval) for var in opened.invars]
-    outputs = build.inline(opened, consts, inputs, call or Site())
-    outputs = list(build.constrained(outputs, out_shardings, call or Site()))
+    outputs = build.inline(opened, consts, inputs, Site())
+    outputs = list(build.constrained(outputs, out_shardings, Site()))
     return _finished(build, inputs, outputs, input_names, output_names)
 
 
-def type_of(aval: Any) -> TensorType:
-    """The planner's name for a JAX type."""
-    name = dtype_name(aval.dtype)
-    return TensorType(shape=tuple(int(d) for d in aval.shape), dtype="float0" if name == "void" else name)
-
-
-@dataclass(frozen=True, slots=True)
-class RowLoops:
-    """The equations that are loops over rows of the batch, by their parameters, with which of their carries stay
-    unchanged; and how many are to run at once.
-    """
-
-    loops: tuple[tuple[Mapping[str, Any], tuple[bool, ...]], ...] = ()
-    parts: int = 1
-
-    def of(self, equation: Any) -> Any:
-        """The jaxpr of such a loop with its rows side by side; None for any other equation."""
-        unchanged = next((flags for params, flags in self.loops if params is equation.params), None)
-        return None if unchanged is None else side_by_side(equation, self.parts, unchanged)
+def _inner(jaxpr: Any, call: Site, counts: Sequence[Count | None]) -> tuple[Body, list[Count | None]]:
+    """(the body of a loop or branch at `call`, how its outputs count) for inputs that count so."""
+    opened, consts = jax_compat.open_jaxpr(jaxpr)
+    build = _Builder(RowLoops())
+    inputs = [build.fresh(var.aval) for var in opened.invars]
+    build.values.give(inputs, counts)
+    outputs = build.inline(opened, consts, inputs, call)
+    return _finished(build, inputs, outputs, (), ()), list(map(build.values.count, outputs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +144,9 @@ class _Builder:
         key = (aval.shape, aval.dtype)
         if key not in self._known_types:
             self._known_types[key] = type_of(aval)
-        return self._of_type(self._known_types[key])
+        return self.of_type(self._known_types[key])
 
-    def _of_type(self, type: TensorType) -> int:
+    def of_type(self, type: TensorType) -> int:
         self.types.append(type)
         return len(self.types) - 1
 
@@ -174,7 +175,7 @@ class _Builder:
         """The value of an array whose elements are all this number."""
         value = self._number(number, aval.dtype)
         params = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
-        return self._node(broadcast_in_dim_p, (value,), (self.fresh(aval),), params, site)[0] if aval.shape else value
+        return self.write(broadcast_in_dim_p, (value,), (self.fresh(aval),), params, site)[0] if aval.shape else value
 
     def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], call: Site) -> list[int]:
         """The output values of an open jaxpr called at `call`, its equations appended."""
@@ -196,7 +197,7 @@ class _Builder:
         if name in HINTS:
             return inputs
         if name in CALLS:
-            inputs = self._barrier(equation, inputs, site)
+            inputs = _barrier(self, equation, inputs, site)
             operands, results = placed_by(equation)
             inner, consts = jax_compat.open_jaxpr(equation.params[CALLS[name]])
             outputs = self.inline(inner, consts, self.constrained(inputs, operands, site), site)
@@ -212,16 +213,21 @@ class _Builder:
         if simplified := self._of_known(equation, inputs, site):
             return simplified
         if reason := jax_compat.unkept_effect(equation):
-            raise UnsupportedError(_unsupported(name, reason, site.source))
+            raise UnsupportedError(unsupported(name, reason, site.source))
         jaxprs = (jaxpr for key in BODIES.get(name, ()) for jaxpr in _several(equation.params[key]))
-        bodies = tuple(flatten(jaxpr, call=site) for jaxpr in jaxprs)
+        into = entering(equation, list(map(self.values.count, inputs))) if name in BODIES else ()
+        inner = [_inner(jaxpr, site, counts) for jaxpr, counts in zip(jaxprs, into, strict=True)]
+        bodies = tuple(body for body, _ in inner)
+        outputs = tuple(self.fresh(var.aval) for var in equation.outvars)
+        if inner:
+            self.values.give(outputs, leaving(equation, [counts for _, counts in inner]))
         if equation.effects:
             self.kept.add(len(self.nodes))
         return self.append(
             Node(
                 primitive=name,
                 inputs=inputs,
-                outputs=tuple(self.fresh(var.aval) for var in equation.outvars),
+                outputs=outputs,
                 params=self._params(equation, site.source),
                 subgraphs=tuple(body.graph for body in bodies),
                 source=site.source,
@@ -243,14 +249,16 @@ class _Builder:
 
     def _by_row(self, equation: Any, inputs: tuple[int, ...], rows: Rows, site: Site) -> Sequence[int]:
         """The output values of a gather or scatter that takes rows one by one."""
-        (first, *others), indices = rows.columns, self.types[inputs[1]]
+        indices = self.types[inputs[1]]
+        columns = tuple(_column(self, inputs[1], place, site) for place in rows.columns)
+        (first, *others) = columns
         if others:
-            joined = self._of_type(replace(indices, shape=(*indices.shape[:-1], len(rows.columns))))
-            (first,) = self._node(concatenate_p, rows.columns, (joined,), {"dimension": indices.rank - 1}, site)
+            joined = self.of_type(replace(indices, shape=(*indices.shape[:-1], len(columns))))
+            (first,) = self.write(concatenate_p, columns, (joined,), {"dimension": indices.rank - 1}, site)
         outputs = tuple(self.fresh(var.aval) for var in equation.outvars)
-        return self._node(equation.primitive, (inputs[0], first, *inputs[2:]), outputs, rows.params, site)
+        return self.write(equation.primitive, (inputs[0], first, *inputs[2:]), outputs, rows.params, site)
 
-    def _node(
+    def write(
         self,
         primitive: jax_compat.Primitive,
         inputs: tuple[int, ...],
@@ -281,7 +289,7 @@ class _Builder:
         node = Node(
             primitive=sharding_constraint_p.name,
             inputs=(value,),
-            outputs=(self._of_type(type),),
+            outputs=(self.of_type(type),),
             params={"dims": placement.dims, "devices": placement.devices},
             source=site.source,
             scope=site.scope,
@@ -306,21 +314,30 @@ class _Builder:
         self.makers.update(dict.fromkeys(node.outputs, node))
         return node.outputs
 
-    def _barrier(self, equation: Any, inputs: tuple[int, ...], site: Site) -> tuple[int, ...]:
-        """The inputs of a recomputation behind a barrier: without it XLA merges it with the first computation."""
-        is_recomputation = equation.params.get("differentiated") and equation.params.get("prevent_cse")
-        if not is_recomputation:
-            return inputs
-        every = is_recomputation if isinstance(is_recomputation, tuple) else (True,) * len(inputs)
-        values = [v for v, hold in zip(inputs, every, strict=True) if hold and v not in self.literals]
-        unique = tuple(dict.fromkeys(values))
-        if not unique:
-            return inputs
-        outputs = tuple(self._of_type(self.types[v]) for v in unique)
-        behind = dict(
-            zip(unique, self._node(jax_compat.optimization_barrier_p, unique, outputs, {}, site), strict=True)
-        )
-        return tuple(behind.get(v, v) if hold else v for v, hold in zip(inputs, every, strict=True))
+
+def _column(build: _Builder, value: int, place: int, site: Site) -> int:
+    """The value of a column of the last dimension."""
+    if parts := columns_of(build.makers.get(value), build.types):
+        return parts[place]
+    type = build.types[value]
+    *rows, _ = type.shape
+    params = {"start_indices": (*[0] * len(rows), place), "limit_indices": (*rows, place + 1), "strides": None}
+    return build.write(slice_p, (value,), (build.of_type(replace(type, shape=(*rows, 1))),), params, site)[0]
+
+
+def _barrier(build: _Builder, equation: Any, inputs: tuple[int, ...], site: Site) -> tuple[int, ...]:
+    """The inputs of a recomputation behind a barrier: without it XLA merges it with the first computation."""
+    is_recomputation = equation.params.get("differentiated") and equation.params.get("prevent_cse")
+    if not is_recomputation:
+        return inputs
+    every = is_recomputation if isinstance(is_recomputation, tuple) else (True,) * len(inputs)
+    values = [v for v, hold in zip(inputs, every, strict=True) if hold and v not in build.literals]
+    unique = tuple(dict.fromkeys(values))
+    if not unique:
+        return inputs
+    outputs = tuple(build.of_type(build.types[v]) for v in unique)
+    behind = dict(zip(unique, build.write(jax_compat.optimization_barrier_p, unique, outputs, {}, site), strict=True))
+    return tuple(behind.get(v, v) if hold else v for v, hold in zip(inputs, every, strict=True))
 
 
 def _finished(
@@ -374,16 +391,3 @@ def _finished(
 
 def _several(jaxprs: Any) -> tuple[Any, ...]:
     return tuple(jaxprs) if isinstance(jaxprs, tuple | list) else (jaxprs,)
-
-
-def _unsupported(primitive: str, reason: str, source: str) -> str:
-    if "reference" in reason:
-        remedy = "carry the value through the function as an argument and a result instead of updating it in place"
-    else:
-        remedy = "drop ordered=True, or move the callback out of the planned function"
-    return explain(
-        f"{primitive} {reason}",
-        "a plan may run the program's operations on many devices at once, in any order that its values allow",
-        source,
-        remedy,
-    )

@@ -18,6 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
 from autopar.frontend.placements import Placed, placement_of, specified
+from passes.ir import TensorType
 
 CALLS = {
     "jit": "jaxpr",
@@ -154,6 +155,12 @@ def without_elements(equation: Any) -> Any:
                 return [jax.lax.full(results[0].shape, xs[1])]
 
     return traced_for(rewritten, equation)
+
+
+def type_of(aval: Any) -> TensorType:
+    """The planner's name for a JAX type."""
+    name = dtype_name(aval.dtype)
+    return TensorType(shape=tuple(int(d) for d in aval.shape), dtype="float0" if name == "void" else name)
 
 
 def traced_for(fun: Callable[..., Any], equation: Any) -> Any:
@@ -300,3 +307,17 @@ def _is_code(value: Any) -> bool:
 def dtype_name(dtype: Any) -> str:
     """The name of a dtype, which NumPy spells out anew each time."""
     return str(dtype.name)
+
+
+def unsupported(primitive: str, reason: str, source: str) -> str:
+    """The message for a primitive whose effect no plan can keep, for this reason."""
+    if "reference" in reason:
+        remedy = "carry the value through the function as an argument and a result instead of updating it in place"
+    else:
+        remedy = "drop ordered=True, or move the callback out of the planned function"
+    return explain(
+        f"{primitive} {reason}",
+        "a plan may run the program's operations on many devices at once, in any order that its values allow",
+        source,
+        remedy,
+    )

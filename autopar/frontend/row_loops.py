@@ -6,7 +6,8 @@ A scan whose iterations stand alone is one of so many scans at once, each over i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -16,6 +17,21 @@ from jax.extend.core import jaxpr_as_fun
 
 from autopar import jax_compat
 from autopar.frontend.primitives import ALONE, THREEFRY, dtype_name, traced_for
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoops:
+    """The equations that are loops over rows of the batch, by their parameters, with which of their carries stay
+    unchanged; and how many are to run at once.
+    """
+
+    loops: tuple[tuple[Mapping[str, Any], tuple[bool, ...]], ...] = ()
+    parts: int = 1
+
+    def of(self, equation: Any) -> Any:
+        """The jaxpr of such a loop with its rows side by side; None for any other equation."""
+        unchanged = next((flags for params, flags in self.loops if params is equation.params), None)
+        return None if unchanged is None else side_by_side(equation, self.parts, unchanged)
 
 
 def side_by_side(equation: Any, parts: int, unchanged: Sequence[bool]) -> Any:

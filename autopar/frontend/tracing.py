@@ -16,9 +16,10 @@ from autopar import jax_compat
 from autopar.errors import explain
 from autopar.frontend.arguments import Names, Positions, Signature, signature_of, traceable
 from autopar.frontend.devices import named_devices
-from autopar.frontend.flattening import Equation, RowLoops, flatten
+from autopar.frontend.flattening import Equation, flatten
 from autopar.frontend.placements import Devices, Placed, placement_of, specified
 from autopar.frontend.primitives import without_dead_code
+from autopar.frontend.row_loops import RowLoops
 from autopar.frontend.state_pairing import state_pairs
 from autopar.jax_compat import PyTreeDef
 from passes.gc_pause import without_gc

@@ -127,7 +127,7 @@ class Walk:
         self.home: dict[int, ShardingSpec] = {}
         self.varying: set[int] = set()
         self.beside: set[int] = set()  # made beside what varies, by a barrier or loop, and what comes of that alone
-        self.mixed: set[int] = set()  # values that come from more than the batch
+        self.mixed: set[int] = set()  # values that come from more than the batch and random keys
         self.heavy: set[int] = set()  # of these, what products or loops make: not to be computed twice
         self.joined: set[int] = set()  # late values that are made of pieces of the batch
         self.free: set[int] = set()
@@ -144,7 +144,7 @@ class Walk:
         self.home = dict(zip(self.graph.inputs, inputs, strict=True))
         self.home |= {v: replicated(self.graph.types[v].rank) for v in self.graph.constants}
         self.varying = set(varying)
-        self.mixed = {v for v in self.graph.inputs if v not in varying}
+        self.mixed = {v for v in self.graph.inputs if v not in varying and not self._is_key(v)}
 
     def run(self) -> None:
         for index in range(len(self.graph.nodes)):
@@ -156,7 +156,7 @@ class Walk:
             self.free.update(node.outputs)
             return
         if not self.mixed.isdisjoint(node.inputs):
-            self.mixed.update(node.outputs)
+            self.mixed.update(v for v in node.outputs if not self._is_key(v))
             if node.subgraphs or not self.rules[index].light or not self.heavy.isdisjoint(node.inputs):
                 self.heavy.update(node.outputs)
         if any(v in self.late_values for v in node.inputs):
@@ -268,6 +268,9 @@ class Walk:
             return False
         sums = [v for v in self.graph.nodes[maker].inputs if self._is_sum(v)]
         return bool(self.rules[maker].sparse) or any(map(self._is_picked, sums))
+
+    def _is_key(self, value: int) -> bool:
+        return self.graph.types[value].dtype.startswith("key<")
 
     def _is_sum(self, value: int) -> bool:
         return value in self.varying and bool(self.home[value].partial)

@@ -386,8 +386,8 @@ def test_what_is_made_of_sums_waits_for_them_or_is_made_first() -> None:
 @pytest.mark.parametrize("coupling", ["exact", "independent"])
 def test_rows_that_are_picked_from_all_of_the_batch_are_refused_with_a_way_out(coupling: Any) -> None:
     def mixed(w: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
-        both = 0.7 * x + 0.3 * x[jax.random.permutation(key, len(x))]
-        return w - 0.1 * jax.grad(lambda w: jnp.tanh(both @ w).mean())(w)
+        order = jax.random.permutation(key, len(x))
+        return w - 0.1 * jax.grad(lambda w: jnp.tanh(0.7 * x @ w + 0.3 * (x @ w)[order]).mean())(w)
 
     step = autopar.parallelize(mixed, microbatches=4, microbatch_semantics=coupling)
     with pytest.raises(PlanningError, match="rows are picked by an index that may be of any row") as caught:

@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import autopar
+from tests.sample import slow
 
 
 def test_a_constant_that_is_read_before_the_loop_and_after_it_is_made_in_both() -> None:
@@ -25,3 +27,46 @@ def test_a_constant_that_is_read_before_the_loop_and_after_it_is_made_in_both() 
     got = autopar.parallelize(step, planner=autopar.DataParallel(), microbatches=2)(w, x)
     for mine, theirs in zip(got, jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+WAYS: tuple[dict[str, Any], ...] = ({"microbatches": 2}, {"planner": autopar.DataParallel(), "microbatches": 2})
+
+
+@pytest.mark.parametrize("raw", [False, slow(True)])
+def test_tokens_of_rows_that_are_moved_at_random_are_counted_before_the_loop(raw: bool) -> None:
+    """The count has no weights in it. What is picked by numbers that a key draws counted as the product of such."""
+
+    def step(table: jax.Array, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys = jax.random.split(key, len(tokens) + 1)[1:]
+        shifts = jax.vmap(lambda key: jax.random.randint(key, (), 0, tokens.shape[1]))(keys)
+        moved = jax.vmap(jnp.roll)(tokens, shifts)
+        counts = moved[:, 1:] < 7
+
+        def loss(table: jax.Array) -> jax.Array:
+            return ((table[moved[:, :-1]] ** 2).sum(-1) * counts).sum() / jnp.maximum(counts.sum(), 1)
+
+        value, gradient = jax.value_and_grad(loss)(table)
+        return table - 0.1 * gradient, value
+
+    draws, key = np.random.default_rng(0), jax.random.PRNGKey(0) if raw else jax.random.key(0)
+    with jax.enable_x64(True):
+        arguments = draws.normal(size=(16, 8)), draws.integers(0, 16, (16, 12)), key
+        for way in WAYS:
+            got, wanted = autopar.parallelize(step, **way)(*arguments), jax.jit(step)(*arguments)
+            for ours, jits in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(ours, jits, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_that_are_mixed_with_others_at_random_are_mixed_before_the_loop() -> None:
+    """As rows in an order that the batch gives are: neither has weights in it."""
+
+    def step(w: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
+        both = 0.7 * x + 0.3 * x[jax.random.permutation(key, len(x))]
+        return w - 0.1 * jax.grad(lambda w: jnp.tanh(both @ w).mean())(w)
+
+    draws = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        arguments = draws.normal(size=(8, 4)), draws.normal(size=(16, 8)), jax.random.key(0)
+        for way in WAYS:
+            got = autopar.parallelize(step, **way)(*arguments)
+            np.testing.assert_allclose(got, jax.jit(step)(*arguments), rtol=1e-10, atol=1e-12)
