@@ -245,7 +245,7 @@ class _Grouper:
             if operator_group and joins and not self._is_fetched_cast(value, operator_group, index):
                 if (scalar or spread) and any(operator_group.value_classes.values()):
                     continue
-                return None if self._is_of_others(value, operands, operator_group) else made_by
+                return None if _is_of_others(value, operands, operator_group, graph) else made_by
             if not scalar:
                 key = (value, when, adds)
                 if spread or key not in self.followers:
@@ -253,15 +253,6 @@ class _Grouper:
                     self.followers[key] = len(self.operator_groups) - 1
                 return self.followers[key]
         return None
-
-    def _is_of_others(self, value: int, operands: Sequence[int], operator_group: OperatorGroup) -> bool:
-        """Whether a value, read beside a larger input of the graph, has been read beside other larger values in its own
-        group, as a scale that two batches share: what is made of each lies as its own rows do.
-        """
-        sizes, types, known = self.sizes, self.graph.types, operator_group.value_classes
-        others = [v for v in operands if v not in self.graph.producers and v not in known]
-        size = sizes[id(types[value])]
-        return any(sizes[id(types[v])] > size for v in others) and any(sizes[id(types[v])] > size for v in known)
 
     def _is_fetched_cast(self, value: int, operator_group: OperatorGroup, index: int) -> bool:
         """Whether a value is a cast of an input that a heavy operator of its phase reads uncast, and a node is no cast.
@@ -339,6 +330,16 @@ class _Grouper:
         target.inputs.extend(source.inputs)
         self.home.update(dict.fromkeys((*written, *source.inputs), host))
         self.operator_groups[guest] = OperatorGroup(phase=source.phase, light=True)
+
+
+def _is_of_others(value: int, operands: Sequence[int], operator_group: OperatorGroup, graph: Graph) -> bool:
+    """Whether a value, read beside a larger input of the graph, has been read beside other larger values in its own
+    group, as a scale that two batches share: what is made of each lies as its own rows do.
+    """
+    size, sizes = graph.types[value].size, {v: graph.types[v].size for v in operands if v not in graph.producers}
+    known = operator_group.value_classes
+    is_with_new = any(other > size and v not in known for v, other in sizes.items())
+    return is_with_new and any(graph.types[v].size > size for v in known)
 
 
 @without_gc()
