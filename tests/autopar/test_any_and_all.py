@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.sample import each
+from tests.sample import slow
 
 ROWS, WIDTH = 64, 32
 
@@ -59,7 +60,13 @@ def drawn() -> tuple[Any, np.ndarray]:
     return params, draw.normal(size=(ROWS, WIDTH))
 
 
-@pytest.mark.parametrize(("is_fine", "planner", "microbatches"), each([by_all, by_any], PLANNERS, [1, 2]))
+QUICK = [(by_all, PLANNERS[-2], 1), (by_any, PLANNERS[0], 2)]
+CASES = itertools.product([by_all, by_any], PLANNERS, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("is_fine", "planner", "microbatches"), [*QUICK, *(slow(*case) for case in CASES if case not in QUICK)]
+)
 def test_a_number_that_is_not_finite_stops_the_update_everywhere(planner: Any, is_fine: Any, microbatches: int):
     with jax.enable_x64():
         params, x = drawn()
@@ -74,9 +81,7 @@ def test_a_number_that_is_not_finite_stops_the_update_everywhere(planner: Any, i
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("is_fine", "planner"), each([by_all, by_any], [autopar.Megatron(data=2, tensor=4), autopar.Zero(3)])
-)
+@pytest.mark.parametrize(("is_fine", "planner"), [(by_all, PLANNERS[-2]), slow(by_any, PLANNERS[2])])
 def test_flags_are_reduced_and_not_gathered(planner: Any, is_fine: Any):
     def step(params: Any, x: jax.Array) -> Any:
         return guarded(is_fine)(params, x)[:3]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.sample import half
+from tests.sample import each
 
 ROWS, NOISE, WIDTH = 4096, 24, 48
 State = tuple[Any, jax.Array]
@@ -97,7 +97,7 @@ def test_a_loop_samples_rows_of_its_own_on_each_device():
     assert {(collective.kind, collective.nbytes) for collective in plan.collectives} == {("all_reduce", WIDTH**2 * 4)}
 
 
-@pytest.mark.parametrize(("name", "planner"), half(STEPS, (autopar.DataParallel(), autopar.Zero(3))))
+@pytest.mark.parametrize(("planner", "name"), each((autopar.DataParallel(), autopar.Zero(3)), STEPS))
 def test_a_step_that_draws_is_jits(name: str, planner: Any):
     with jax.enable_x64(True):
         state, x = state_of(16, "float64")[name], np.random.default_rng(1).normal(size=(16, WIDTH))

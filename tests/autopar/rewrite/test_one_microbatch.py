@@ -60,7 +60,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("coupling", "rows"), [*CASES[:3], *(slow(*case) for case in CASES[3:])])
+@pytest.mark.parametrize(("coupling", "rows"), [*CASES[:2], *(slow(*case) for case in CASES[2:])])
 def test_rows_that_need_each_other_are_in_one(coupling: Callable[[jax.Array], jax.Array], rows: int) -> None:
     draw = np.random.default_rng(0)
     weights = [tuple(draw.normal(size=shape) / 4 for shape in ((16, 32), (32, 16))) for _ in range(4)]
