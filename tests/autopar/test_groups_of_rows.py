@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.sample import each, slow
+from tests.sample import slow
 
 ROWS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
 
