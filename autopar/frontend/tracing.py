@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import zip_longest
@@ -13,12 +13,12 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from autopar import jax_compat
-from autopar.errors import explain
+from autopar.errors import UnsupportedError, explain
 from autopar.frontend.arguments import Names, Positions, Signature, signature_of, traceable
 from autopar.frontend.devices import named_devices
 from autopar.frontend.flattening import Equation, flatten
 from autopar.frontend.placements import Devices, Placed, placement_of, specified
-from autopar.frontend.primitives import without_dead_code
+from autopar.frontend.primitives import type_of, without_dead_code
 from autopar.frontend.row_loops import RowLoops
 from autopar.frontend.state_pairing import state_pairs
 from autopar.jax_compat import PyTreeDef
@@ -95,9 +95,9 @@ def trace(
     with jax_compat.planned_mesh() as mesh:
         traced = jax.jit(fun, **jit).trace(*args, **kwargs)
     in_tree, out_tree = jax.tree.structure(dynamic), traced.out_tree
-    donated = signature.donated(
-        dynamic, signature_of(fun, jit.get("donate_argnums"), jit.get("donate_argnames")), len(args)
-    )
+    _check_closed(traced.jaxpr.in_avals, in_tree.num_leaves, signature)
+    to_donate = signature_of(fun, jit.get("donate_argnums"), jit.get("donate_argnames"))
+    donated = signature.donated(dynamic, to_donate, len(args))
     inputs, outputs = map(specified, jax_compat.traced_shardings(traced, in_tree.num_leaves))
     inputs = tuple(given or there for given, there in zip_longest(inputs, placed))
     names = signature.names(dynamic, len(args))
@@ -157,6 +157,17 @@ def _output_names(tree: PyTreeDef) -> tuple[str, ...]:
     except Exception:  # a node of the user's may raise anything
         return tuple(f"out[{index}]" for index in range(tree.num_leaves))
     return tuple("out" + keystr(path) for path, _ in paths)
+
+
+def _check_closed(avals: Sequence[Any], count: int, signature: Signature) -> None:
+    """Raises UnsupportedError for a function of more than its `count` flat arguments: JAX puts before them what it
+    closes over that is being traced, which is another value in each call.
+    """
+    if len(avals) > count:
+        types = ", ".join(str(type_of(aval)) for aval in avals[: len(avals) - count])
+        rule = f"it closes over what is being traced around it ({types}), and a plan is for a function of its arguments"
+        remedy = "pass it as an argument, or call jax.jit, jax.grad or jax.vmap inside of the function"
+        raise UnsupportedError(explain(signature.function, rule, signature.source, remedy))
 
 
 def _warn_of_nothing(graph: Graph, signature: Signature) -> None:

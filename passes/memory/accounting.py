@@ -96,13 +96,12 @@ def peak(
 
     forward = _read_forward(graph, grouping)
     state = {i for _, i in state_pairs}
-    names = dict(enumerate(graph.input_names))  # what a function closes over, as a traced value, has none
     holders: list[Holder] = []
     for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
         cause = "other arguments"
         if position in state:
             cause = "parameters" if value in forward else "optimizer state"
-        name = names.get(position) or f"argument {position}"
+        name = graph.input_names[position] if graph.input_names else f"argument {position}"
         holders.append(Holder(name=name, nbytes=stored(value, spec), cause=cause))
     in_place = {o: i for o, i in state_pairs if donated[i]}
     for position, (value, spec) in enumerate(zip(graph.outputs, layout.outputs, strict=True)):

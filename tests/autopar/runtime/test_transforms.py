@@ -188,6 +188,19 @@ def test_pipelines_inside_transformations_are_refused():
         jax.jit(pipeline)(params, batch)
 
 
+def test_a_function_that_closes_over_what_is_being_traced_is_refused():
+    """It ended in an error of ours; another value in each call would need a plan that takes it."""
+
+    def outer(scale: jax.Array, x: jax.Array) -> jax.Array:
+        return autopar.parallelize(lambda x: (x * scale).sum())(x)
+
+    x = jnp.ones((8, 4))
+    calls = (jax.jit(outer), 2.0), (jax.grad(outer), 2.0), (jax.vmap(outer, (0, None)), jnp.ones(3))
+    for transformed, scale in calls:
+        with pytest.raises(autopar.UnsupportedError, match="closes over what is being traced around it"):
+            transformed(scale, x)
+
+
 def test_effects_are_staged_with_their_program():
     seen: list[float] = []
 
