@@ -44,7 +44,7 @@ CLUSTERS: dict[str, tuple[str, Any]] = {
     "stages": ("2x1:v100-16g", autopar.Auto(pipeline=True, layers=4)),
 }
 CASES = [f"{model} {cluster}" for model in MODELS for cluster in CLUSTERS]
-QUICK = {"gpt mesh", "gpt-scan stages", "moe mesh", "alexnet mesh", "bert mesh"}
+QUICK = {"gpt mesh", "gpt-scan stages", "moe mesh", "alexnet mesh"}
 """The cases of a default run."""
 
 

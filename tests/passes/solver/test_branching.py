@@ -15,7 +15,7 @@ from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.formulation import StrategyProgram
 from passes.solver.problem import Memory
 from tests.passes.solver import test_intra_op, test_sums
-from tests.sample import half
+from tests.sample import half, slow, some
 
 EXACT = SolverOptions(tie_radius=None, gap=0.0)
 
@@ -58,7 +58,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return bounds
 
 
-@pytest.mark.parametrize("seed", POSSIBLE)
+@pytest.mark.parametrize("seed", some(POSSIBLE, 20))
 def test_the_answer_is_the_optimum_and_so_is_the_bound(seed: int, looked: list[float]) -> None:
     problem, best = problem_of(seed)
     answer = solve(problem, EXACT)
@@ -75,7 +75,7 @@ def test_some_problems_are_divided(looked: list[float]) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize("seed", POSSIBLE[::2])
+@pytest.mark.parametrize("seed", some(POSSIBLE[::2], 8))
 def test_a_search_that_is_cut_short_claims_no_more_than_it_knows(
     seed: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +92,11 @@ def test_a_search_that_is_cut_short_claims_no_more_than_it_knows(
     assert answer.bound <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("seed", "share"), half(POSSIBLE, (0.5, 0.999, 1.001, 1.5)))
+SHARES = 0.5, 0.999, 1.001, 1.5
+LATER = [slow(*case) for case in itertools.product(POSSIBLE[24:], SHARES)]
+
+
+@pytest.mark.parametrize(("seed", "share"), [*half(POSSIBLE[:24], SHARES), *LATER])
 def test_with_a_cutoff_there_is_a_better_answer_or_it_is_said_that_there_is_none(seed: int, share: float) -> None:
     problem, best = problem_of(seed)
     if best == 0:
@@ -142,7 +146,7 @@ def test_a_relaxation_under_other_budgets_begins_where_the_last_one_ended(seed: 
     assert again.iterations < alone.iterations
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", some(range(60), 30))
 def test_descent_within_budgets_ends_where_no_node_is_better_off(seed: int):
     """Bytes of nodes and of copies are kept up to date while nodes move: nothing that fits is one move away."""
     problem, _ = problem_of(seed)
