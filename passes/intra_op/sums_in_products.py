@@ -96,6 +96,6 @@ class _Sums:
         node, rule = self.graph.nodes[index], self.rules[index]
         if not rule.light:
             return self.shrinks(index, value)
-        operand = node.inputs.index(value)
-        is_linear = any(not f.size and operand in f.partial for f in rule.factors)
+        reads = {operand for operand, read in enumerate(node.inputs) if read == value}  # a square is not linear
+        is_linear = any(not f.size and reads.issubset(f.partial) for f in rule.factors)
         return is_linear and bool(node.outputs) and all(map(self.only_shrinks, node.outputs))

@@ -141,3 +141,11 @@ def test_what_is_needed_whole_is_reduced_once():
 
     factors, base, x = arguments(adapted)
     assert products_of_sums(step, [*factors, base], x) == []
+
+
+def test_a_square_is_not_made_of_summands():
+    def step(weights: Any, base: jax.Array, x: jax.Array) -> Any:
+        gradient = jax.grad(lambda weight: jnp.sum(jnp.tanh(x @ weight) ** 2))(base + weights[0] @ weights[1])
+        return [weights[0] - (gradient * gradient) @ weights[1].T, weights[1]]
+
+    assert products_of_sums(step, *arguments(adapted)) == []
