@@ -78,10 +78,13 @@ class _Sums:
         if not rule.light or len(node.outputs) != 1:
             return False
         size = types[node.outputs[0]].size
-        linear = {o for f in rule.factors if not f.size for o in f.partial}
-        return any(
-            types[v].size >= size and self.is_sum(v) for o in linear if (v := node.inputs[o]) in self.graph.producers
-        )
+        operands = (v for v in dict.fromkeys(node.inputs) if v in self.graph.producers and types[v].size >= size)
+        return any(self._is_linear(index, v) and self.is_sum(v) for v in operands)
+
+    def _is_linear(self, index: int, value: int) -> bool:
+        """Whether an operator is linear in a value, which a product of the value with itself is not."""
+        reads = {operand for operand, read in enumerate(self.graph.nodes[index].inputs) if read == value}
+        return any(not f.size and reads.issubset(f.partial) for f in self.rules[index].factors)
 
     def only_shrinks(self, value: int) -> bool:
         """Whether all that reads a value makes less of it, behind light linear operators, and it is no result."""
@@ -96,6 +99,4 @@ class _Sums:
         node, rule = self.graph.nodes[index], self.rules[index]
         if not rule.light:
             return self.shrinks(index, value)
-        reads = {operand for operand, read in enumerate(node.inputs) if read == value}  # a square is not linear
-        is_linear = any(not f.size and reads.issubset(f.partial) for f in rule.factors)
-        return is_linear and bool(node.outputs) and all(map(self.only_shrinks, node.outputs))
+        return self._is_linear(index, value) and bool(node.outputs) and all(map(self.only_shrinks, node.outputs))
