@@ -98,8 +98,13 @@ class _Pairing:
         return self.is_donated(argument) or (argument.tree.num_leaves > 1 and self._is_updated(argument, result))
 
     def _is_updated(self, argument: _Subtree, result: _Subtree) -> bool:
-        """Whether nodes of the apply phase alone make a result of an argument and of something of the backward pass."""
+        """Whether nodes of the apply phase alone make a result of an argument and of something of the backward pass.
+
+        New state of other types does not count: what it makes of a batch, say a reconstruction, is no update of that.
+        """
         graph = self.graph
+        own = {graph.types[graph.inputs[i]] for i in argument.leaves}
+        others = {graph.outputs[o] for o, _ in self.pairs if graph.types[graph.outputs[o]] not in own}
         waiting, phases = [graph.outputs[o] for o in result.leaves], set[Phase]()
         seen = set(waiting)
         while waiting:
@@ -109,6 +114,7 @@ class _Pairing:
             node = graph.nodes[producer]
             phases.add(phase(node))
             if phase(node) == "apply":
-                waiting += [v for v in node.inputs if v not in seen]
-                seen.update(node.inputs)
+                inputs = [v for v in node.inputs if v not in others]
+                waiting += [v for v in inputs if v not in seen]
+                seen.update(inputs)
         return "backward" in phases and not seen.isdisjoint(graph.inputs[i] for i in argument.leaves)

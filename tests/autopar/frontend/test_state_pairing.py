@@ -95,6 +95,26 @@ def test_a_batch_is_no_state_where_results_look_like_some_of_it():
     assert {argument for _, argument in paired(reconstructed, PARAMS, batch)} == {"params['a']", "params['b']"}
 
 
+def test_a_batch_is_no_state_where_new_weights_make_a_result_of_it():
+    def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        gradients = jax.grad(lambda params: jnp.mean(jnp.tanh(x @ params["a"] @ params["b"]) ** 2))(params)
+        params = jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, params, gradients)
+        return params, jax.lax.fori_loop(0, 3, lambda i, x: x + jnp.tanh(x @ params["a"]) @ params["b"], x)
+
+    assert {argument for _, argument in paired(step, PARAMS, BATCH)} == {"params['a']", "params['b']"}
+    plan = autopar.parallelize(step, planner=autopar.DataParallel()).plan(PARAMS, BATCH)
+    assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
+
+
+def test_a_lone_average_of_weights_is_state():
+    def step(weight: jax.Array, average: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weight = weight - 0.1 * jax.grad(lambda weight: jnp.mean(jnp.tanh(x @ weight) ** 2))(weight)
+        return weight, 0.9 * average + 0.1 * weight
+
+    pairs = paired(step, jnp.ones((16, 16)), jnp.ones((16, 16)), BATCH)
+    assert pairs == [("out[0]", "weight"), ("out[1]", "average")]
+
+
 @pytest.mark.parametrize("step", [in_pieces, with_a_wider_scale])
 def test_zero_cuts_state_that_comes_back_in_another_wrapping(step: Callable[..., Any]):
     state = STATE if step is in_pieces else (*STATE, jnp.ones((), jnp.float16))
