@@ -103,8 +103,8 @@ class _Pairing:
         New state of other types does not count: what it makes of a batch, say a reconstruction, is no update of that.
         """
         graph = self.graph
-        own = {graph.types[graph.inputs[i]] for i in argument.leaves}
-        others = {graph.outputs[o] for o, _ in self.pairs if graph.types[graph.outputs[o]] not in own}
+        types = {graph.types[graph.inputs[i]] for i in argument.leaves}
+        others = {graph.outputs[o] for o, _ in self.pairs if graph.types[graph.outputs[o]] not in types}
         waiting, phases = [graph.outputs[o] for o in result.leaves], set[Phase]()
         seen = set(waiting)
         while waiting:
