@@ -46,12 +46,12 @@ from autopar.frontend.primitives import (
     node_params,
     placed_by,
     plain_params,
-    tested_by_row,
     type_of,
     unsupported,
     without_elements,
 )
 from autopar.frontend.row_loops import RowLoops
+from autopar.frontend.row_tests import tested_by_row
 from passes.ir import Graph, Node, TensorType
 
 ROWWISE = SCATTERS | {GATHER}

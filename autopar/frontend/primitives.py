@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from autopar import jax_compat
@@ -80,35 +80,6 @@ def dimension_reduction(equation: Any) -> Any:
     if reduce is None or params["axis_index_groups"] or not all(isinstance(axis, int) for axis in params["axes"]):
         return None
     return traced_for(lambda *xs: [reduce(x, params["axes"]) if params["axes"] else x for x in xs], equation)
-
-
-def tested_by_row(equation: Any) -> Any:
-    """The jaxpr of a loop that `vmap` has given a test for each row, which runs while any row goes on; None for all
-    else.
-
-    What is tested is carried from one iteration to the next: rows then lie anywhere, and one bit of them is known
-    everywhere. A loop whose test reads them needs them all.
-    """
-    params = equation.params
-    if equation.primitive.name != "while" or equation.effects or not params["cond_jaxpr"].out_avals[0].shape:
-        return None
-    first, begin = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    test, body = (jaxpr_as_fun(params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
-
-    def rewritten(*xs: Any) -> Any:
-        def tested(carry: Sequence[Any]) -> tuple[Any, ...]:
-            (goes_on,) = test(*xs[:first], *carry)
-            return jnp.any(goes_on), goes_on, tuple(carry)
-
-        def step(state: tuple[Any, ...]) -> tuple[Any, ...]:
-            _, goes_on, carry = state
-            moved = body(*xs[first:begin], *carry)
-            rows = [goes_on.reshape(goes_on.shape + (1,) * (x.ndim - goes_on.ndim)) for x in carry]
-            return tested(list(map(jnp.where, rows, moved, carry)))
-
-        return jax.lax.while_loop(lambda state: state[0], step, tested(xs[begin:]))[2]
-
-    return traced_for(rewritten, equation)
 
 
 def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:

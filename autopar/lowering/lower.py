@@ -34,7 +34,7 @@ from passes.cluster import CPU, Axes, Mesh
 from passes.ir import Graph, Phase, TensorType, phase
 from passes.placement import Layout, Pack, Placement, Resharding, ReshardingPlan, is_free, resharding_plan
 from passes.plan import Plan
-from passes.sharding import Resharder, ShardingSpec, Step, replicated
+from passes.sharding import ANY, Resharder, ShardingSpec, Step, replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +375,7 @@ def _reduce_scatter(array: jax.Array, step: Step, reduction: str, mesh: Mesh) ->
 
 
 _REDUCTIONS: Mapping[str, Callable[..., jax.Array]] = MappingProxyType(
-    {"add": lax.psum, "max": lax.pmax, "min": lax.pmin, "or": lax.pmax, "and": lax.pmin}
+    {"add": lax.psum, "max": lax.pmax, "min": lax.pmin, "or": lax.pmax, "and": lax.pmin, ANY: lax.pmax}
 )
 
 _STEPS: Mapping[str, Callable[[jax.Array, Step, str, Mesh], jax.Array]] = MappingProxyType(

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from passes.cluster import Collective, Kind, Mesh
 from passes.gc_pause import without_gc
 from passes.ir import Graph, Node, Phase, TensorType, control_of, phase
 from passes.placement.background import Background, derived
-from passes.rules import made_anywhere, makes_the_same
-from passes.sharding import Behind, ShardingSpec, Step, replicated
+from passes.rules import made_anywhere, makes_the_same, rules_of
+from passes.sharding import ANY, Behind, ShardingSpec, Step, replicated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +161,8 @@ class _Moving:
                 continue
             if placement.bodies:
                 inner = zip(node.subgraphs, placement.bodies, strict=True)
-                bodies[index] = tuple(
-                    resharding_plan(body, inside, self.resharder, regather=self.regather) for body, inside in inner
-                )
+                plans = [resharding_plan(b, inside, self.resharder, regather=self.regather) for b, inside in inner]
+                bodies[index] = _by_row(node, placement, plans)
             operands = [
                 (value, spec)
                 for value, spec in zip(node.inputs, placement.operands, strict=True)
@@ -234,6 +233,39 @@ class _Moving:
         steps = self.resharder.steps(self.graph.types[value], source, target)
         late = anchor if when == "backward" and not all(step.is_local for step in steps) else None
         return Resharding(value=value, before=source, after=target, steps=steps, phase=when, after_value=late)
+
+
+def _by_row(node: Node, placement: Placement, bodies: Sequence[ReshardingPlan]) -> tuple[ReshardingPlan, ...]:
+    """The reshardings in the bodies of a loop, in which devices that have rows of their own and share nothing else do
+    not tell each other whether any goes on: each runs until its own have ended.
+    """
+    *_, rows = placement.bodies
+    tests = [move for move in bodies[-1].before[-1] if move.before.partial and move.before.reduction == ANY]
+    if not tests or any(map(_runs_together, node.subgraphs)):
+        return tuple(bodies)
+    others = (move for body in bodies for move in _moves(body) if not any(move is test for test in tests))
+    shared = {axis for move in others for step in move.steps if not step.is_local for axis in step.axes}
+    producers = node.subgraphs[-1].producers
+    for test in tests:
+        dims = rows.placements[producers[test.value]].operands[0].dims if test.value in producers else ()
+        has_others = any(spec.dims and spec.dims[: len(dims)] != dims for spec in placement.results)
+        if not dims or has_others or not shared.isdisjoint(test.before.partial):
+            return tuple(bodies)
+    alone = tuple(replace(move, steps=()) if any(move is t for t in tests) else move for move in bodies[-1].before[-1])
+    return (*bodies[:-1], replace(bodies[-1], before=(*bodies[-1].before[:-1], alone)))
+
+
+def _runs_together(graph: Graph) -> bool:
+    """Whether some node sends by itself, or is run by one device for all."""
+    is_so = any(rule.pinned or rule.once for rule in rules_of(graph))
+    return is_so or any(_runs_together(body) for node in graph.nodes for body in node.subgraphs)
+
+
+def _moves(plan: ReshardingPlan) -> Iterator[Resharding]:
+    """Every resharding of a plan, in loops and branches too."""
+    yield from itertools.chain.from_iterable(plan.before)
+    for body in itertools.chain.from_iterable(plan.bodies.values()):
+        yield from _moves(body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

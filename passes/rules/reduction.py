@@ -8,6 +8,7 @@ from typing import cast
 
 from passes.ir import Node
 from passes.rules.registry import ShardingRule, Types, build, moved, rule
+from passes.sharding import ANY
 
 _KINDS = {
     "reduce_sum": "add",
@@ -15,6 +16,7 @@ _KINDS = {
     "reduce_min": "min",
     "reduce_or": "or",
     "reduce_and": "and",
+    "any_row": ANY,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from passes.ir import Body, Control, Graph, Node, control_of, phase
 from passes.placement import Layout, Placement, is_free
 from passes.rules import ShardingRule, rules_of
-from passes.sharding import ShardingSpec, Step, replicated
+from passes.sharding import ANY, ShardingSpec, Step, replicated
 
 AXIS = "microbatch"
 
@@ -303,13 +303,18 @@ def _cut(walk: Walk, index: int, *, is_any: bool) -> Placement | None:
     node, rule = walk.graph.nodes[index], walk.rules[index]
     for factor, properties in enumerate(rule.factors):
         assignment = ((AXIS, factor),)
-        if properties.size % walk.time.count or not (is_any or properties.reduction in ("", "add")):
+        if properties.size % walk.time.count or not (is_any or properties.reduction in ("", "add", ANY)):
             continue
         operands = tuple(rule.operand_spec(o, assignment) for o in range(len(node.inputs)))
         if all(map(walk.fits, node.inputs, operands)):
-            results = tuple(rule.result_spec(r, assignment) for r in range(len(node.outputs)))
-            return Placement(operands=operands, results=results)
+            results = (rule.result_spec(r, assignment) for r in range(len(node.outputs)))
+            return Placement(operands=operands, results=tuple(map(_of_its_own, results)))
     return None
+
+
+def _of_its_own(spec: ShardingSpec) -> ShardingSpec:
+    """The placement of a result: whether any row goes on is asked of a microbatch's own rows."""
+    return replicated(len(spec.dims)) if spec.partial and spec.reduction == ANY else spec
 
 
 def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
@@ -346,7 +351,8 @@ def _settle(walk: Walk, node: Node, control: Control) -> LoopInTime | Refusal:
             break
     else:
         return refuse("a loop's carries do not settle")
-    if walk.time.count > 1 and any(port.whole and s in varying for s, port in enumerate(control.ports)):
+    tests = (ports[s] for s, port in enumerate(control.ports) if port.whole and s in varying)
+    if walk.time.count > 1 and not all(spec.is_replicated for spec in tests):
         return refuse("a loop's test depends on the batch")
     if walk.time.count > 1 and control.choice in varying:
         return refuse("a branch is chosen by the batch")

@@ -29,7 +29,7 @@ from passes.cluster import Mesh, parse_cluster
 from passes.errors import InternalError
 from passes.placement import Placement
 from passes.rules import known_primitives, rule_of
-from passes.sharding import ShardingSpec
+from passes.sharding import ANY, ShardingSpec
 from tests.autopar.lowering.rule_cases.all_cases import ABSENT, cases
 from tests.autopar.lowering.rule_cases.case import Case
 from tests.sample import slow
@@ -85,7 +85,7 @@ EACH = 3
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
-REDUCTIONS = {"add": np.sum, "max": np.max, "min": np.min, "or": np.any, "and": np.all}
+REDUCTIONS = {"add": np.sum, "max": np.max, "min": np.min, "or": np.any, "and": np.all, ANY: np.any}
 
 MESH = Mesh(axes=("x", "y"), sizes=(2, 2), cluster=parse_cluster("4:a100-80g"))
 

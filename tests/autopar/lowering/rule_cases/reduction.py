@@ -27,6 +27,7 @@ def _reductions() -> list[Case]:
         Case("reduce_prod", partial(jnp.prod, axis=1), (x,)),
         Case("reduce_or", partial(jnp.any, axis=1), (flags,)),
         Case("reduce_and", partial(jnp.all, axis=1), (flags,)),
+        Case("any_row", jax.vmap(lambda x: lax.while_loop(lambda x: x > 1, lambda x: x / 2, x)), (x[:, 0, 0],)),
         Case("argmax", partial(jnp.argmax, axis=1), (x,)),
         Case("argmin", partial(jnp.argmin, axis=2), (x,)),
         Case("argmax", partial(jnp.argmax, axis=1), (jnp.where(x > 1, jnp.nan, x),), "beside no numbers"),
