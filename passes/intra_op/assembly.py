@@ -268,6 +268,6 @@ def full_placements(type: TensorType, resharder: Resharder) -> list[ShardingSpec
     """Every placement without partial axes whose axes divide, replicated first. Typed keys stay whole."""
     seconds = resharder.seconds(type)[0]
     every = resharder.placements(type.rank)
-    if type.dtype.startswith("key<"):
+    if type.is_key:
         return [every[0]]
     return [spec for spec, cost in zip(every, seconds, strict=True) if not spec.partial and np.isfinite(cost)]

@@ -28,7 +28,7 @@ def model_flops(graph: Graph, grouping: Grouping) -> dict[str, float]:
         if index in grouping.controls:
             for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
                 for dtype, inside in model_flops(body.graph, inner).items():
-                    flops[dtype] = flops.get(dtype, 0.0) + max(body.trips, 1) * body.share * inside
+                    flops[dtype] = flops.get(dtype, 0.0) + body.runs * inside
         elif rule.is_product:
             dtype = graph.types[node.inputs[0]].dtype
             flops[dtype] = flops.get(dtype, 0.0) + rule.flops

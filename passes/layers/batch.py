@@ -160,7 +160,7 @@ def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tup
 def has_rows(graph: Graph, position: int) -> bool:
     """Whether an input may be a part of a batch: it has elements along a leading dimension."""
     type = graph.types[graph.inputs[position]]
-    return bool(type.rank and type.size) and not type.dtype.startswith("key<")
+    return bool(type.rank and type.size) and not type.is_key
 
 
 def taken_for(graph: Graph, positions: Sequence[int]) -> str:

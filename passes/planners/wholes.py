@@ -72,7 +72,7 @@ def _works(graph: Graph, layout: Layout, times: float = 1.0, loop: str = "") -> 
         if control is not None:
             for body, inside in zip(control.bodies, placement.bodies, strict=True):
                 is_loop = body.trips > 1
-                yield from _works(body.graph, inside, times * body.trips * body.share, node.source if is_loop else loop)
+                yield from _works(body.graph, inside, times * body.runs, node.source if is_loop else loop)
         elif rule.is_product:
             is_cut = any(any(spec.dims) or spec.partial for spec in (*placement.operands, *placement.results))
             yield times * rule.flops, is_cut, node.source, loop

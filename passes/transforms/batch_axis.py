@@ -270,7 +270,7 @@ class Walk:
         return bool(self.rules[maker].sparse) or any(map(self._is_picked, sums))
 
     def _is_key(self, value: int) -> bool:
-        return self.graph.types[value].dtype.startswith("key<")
+        return self.graph.types[value].is_key
 
     def _is_sum(self, value: int) -> bool:
         return value in self.varying and bool(self.home[value].partial)
