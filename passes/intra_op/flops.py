@@ -35,14 +35,14 @@ def model_flops(graph: Graph, grouping: Grouping) -> dict[str, float]:
     return flops
 
 
-def product_flops(graph: Graph, grouping: Grouping, placements: Sequence[Placement], mesh: Mesh) -> float:
+def product_flops(grouping: Grouping, placements: Sequence[Placement], mesh: Mesh) -> float:
     """Flops of one step's matrix products and convolutions; a loop of unknown length and each branch count once."""
     total = 0.0
     for index, (rule, placement) in enumerate(zip(grouping.rules, placements, strict=True)):
         if index in grouping.controls:
             bodies = zip(grouping.controls[index].bodies, grouping.bodies[index], placement.bodies, strict=True)
             for body, inner, layout in bodies:
-                total += max(body.trips, 1) * product_flops(body.graph, inner, layout.placements, mesh)
+                total += max(body.trips, 1) * product_flops(inner, layout.placements, mesh)
         elif rule.is_product:
             total += computed_flops(rule, mesh.cluster.group().device) / _parts(rule, placement, mesh)
     return total
