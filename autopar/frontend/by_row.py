@@ -44,7 +44,7 @@ Count = int | tuple[int | None, ...]
 None for a column that does not count."""
 
 _UNSET: Count = ()
-"""That of a value which may be anything."""
+"""The count of a value which may be anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from passes.step import Step
 from passes.text import count
 
 RETRIES, LESS = 3, 0.95
-"""How often stages that do not fit are chosen again, and the share that is kept of what should do."""
+"""The times that stages which do not fit are chosen again, each for this share of the memory that should have done."""
 
 _SHOWN = 6
 """Drafts that a plan tells of."""

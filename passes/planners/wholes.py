@@ -16,13 +16,13 @@ from passes.step import Step
 from passes.text import nbytes, quantities
 
 LARGE = 0.1
-"""The share of the state that may stay whole without a word."""
+"""The share of the state that may stay whole without a warning, chosen."""
 
 MOST = 0.5
-"""The share of the work of products that may be whole on every device without a word."""
+"""The share of the work of products that may be whole on every device without a warning, chosen."""
 
 Work = tuple[float, bool, str, str]
-"""Of an operator: its flops, whether it is cut, its source line, and that of the loop that it is in."""
+"""An operator's flops, whether it is cut, its source line, and that of the loop that it is in."""
 
 
 def warn_of_whole_state(plan: Plan, graph: Graph, state: Sequence[int]) -> None:

@@ -70,7 +70,7 @@ _GAIN = 0.1
 """The share of the gap that raising a bound must close for more to be tried."""
 
 _BETTER = 1e-2
-"""How much better an answer must be for strategies to be fixed, and what is left eliminated, once more."""
+"""The share by which an answer must be better for strategies to be fixed, and what is left eliminated, once more."""
 
 _FEWER = 0.1
 """The share of entries to which that must lead: else it finds what was found before."""
