@@ -59,11 +59,12 @@ class Comparison:
 
     def tables(self) -> tuple[Table, ...]:
         """The plans that were run, their median steps beside the fastest one's; and those that were not, with why."""
-        run = tuple(_timed_row(row, self.rows[0]) for row in self.rows if row.steps)
+        run = [(row, row.steps) for row in self.rows if row.steps]
+        timed_rows = tuple(_timed_row(row, steps, run[0][1]) for row, steps in run)
         others = tuple((row.name, _predicted(row), row.why) for row in self.rows if not row.steps)
         numbers = (Column(heading=h, right=True) for h in ("predicted", "measured", "quartiles", "by fastest"))
         columns = Column(heading="plan"), Column(heading="on", flexible=True), *numbers
-        timed_table = Table(title="plans, each stepped here", columns=columns, rows=run)
+        timed_table = Table(title="plans, each stepped here", columns=columns, rows=timed_rows)
         reasons = Column(heading="plan"), Column(heading="predicted", right=True), Column(heading="why", flexible=True)
         return (timed_table, *([Table(title="not run", columns=reasons, rows=others)] if others else []))
 
@@ -187,14 +188,13 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _timed_row(row: Compared, fastest: Compared) -> tuple[str, ...]:
-    assert row.plan is not None
-    assert row.steps is not None
-    assert fastest.steps is not None
-    low, high = row.steps.spread
+def _timed_row(row: Compared, steps: Steps, fastest: Steps) -> tuple[str, ...]:
+    """The cells of a plan that was run: what it is, on what, and its steps, predicted, measured, by the fastest's."""
+    low, high = steps.spread
     quartiles = f"{quantities.seconds(low)} to {quantities.seconds(high)}"
-    ratio = f"{row.steps.median / fastest.steps.median:.2f}"
-    return row.name, row.plan.shape, _predicted(row), quantities.seconds(row.steps.median), quartiles, ratio
+    ratio = f"{steps.median / fastest.median:.2f}"
+    mesh = row.plan.shape if row.plan else "-"
+    return row.name, mesh, _predicted(row), quantities.seconds(steps.median), quartiles, ratio
 
 
 def _predicted(row: Compared) -> str:

@@ -88,15 +88,15 @@ class Compilation:
     def lower(self, *, again: bool = True) -> Lowered | LoweredPipeline:
         """The program lowered, with what it may need; it is planned `again` if the compiled program needs more."""
         self._agree()
-        limit, following = self._limit(), self.phase if again else unsaid
+        limit, phase_of = self._limit(), self.phase if again else unsaid
 
         def tightened(needed: int) -> Lowered | LoweredPipeline:
             self._tighten(cast("Limit", limit), needed)
             return self.lower(again=False)
 
         retry = tightened if again and limit is not None and limit.searched else None
-        with following("lower"):
-            return self.program().lower(self.structs, self.statics, limit, retry).followed(following)
+        with phase_of("lower"):
+            return self.program().lower(self.structs, self.statics, limit, retry).followed(phase_of)
 
     def start(self, leaves: list[Any]) -> Any:
         """The results of the first call, after which there is what runs the others."""
@@ -275,7 +275,8 @@ class Compilations:
             return jax.jit(self.fun, **self.jit)(*args, **kwargs)
         dynamic, statics = self.signature.split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        call = tree, statics, place, configured = tree, statics, self._arriving(leaves), configuration()
+        place, configured = self._arriving(leaves), configuration()
+        call = (tree, statics, place, configured)
         known = self.latest.get(call)
         if known is None or not known.types.fit(leaves):
             known = self.known.get((tree, statics, types_of(leaves), place, configured))

@@ -25,6 +25,7 @@ from passes.errors import PlanningError
 from passes.planners import Auto, Planned, Planner, PlanOptions, limit_nbytes
 from passes.progress import Report, silent
 from passes.step import Step
+from passes.text import plain_integer
 from passes.transforms import KEPT, Coupling, Kept
 
 Arriving = Literal["moved", "keep"]
@@ -163,9 +164,10 @@ def checked_microbatches(microbatches: Any) -> int | None:
 
 def checked_names(option: str, kind: type, names: Any) -> tuple[Any, ...]:
     """The positions or names of arguments, of which there may be one alone or none. Raises ArgumentError."""
-    listed = () if names is None else (names,) if isinstance(names, kind) else names
+    single = plain_integer(names)
+    listed = () if names is None else (single,) if isinstance(single, kind) else names
     if isinstance(listed, Iterable) and not isinstance(listed, str):
-        listed = tuple(listed)
+        listed = tuple(map(plain_integer, listed))
         if all(isinstance(name, kind) and not isinstance(name, bool) for name in listed):
             return listed
     written = "0 or (0, 1)" if kind is int else "'batch' or ('images', 'labels')"

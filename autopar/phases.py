@@ -113,8 +113,8 @@ class Phase:
     outcome: str = ""
 
 
-Following = Callable[[str], AbstractContextManager[Phase]]
-"""The phase of a function that a verb names, while it lasts."""
+PhaseOf = Callable[[str], AbstractContextManager[Phase]]
+"""A verb to the phase of a function that it names, while that lasts."""
 
 
 @contextmanager

@@ -122,10 +122,17 @@ def partition_spec(spec: ShardingSpec) -> PartitionSpec:
     return PartitionSpec(*dims)
 
 
+def axes_of(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes of one entry of a PartitionSpec: None, an axis or a tuple of axes."""
+    if isinstance(entry, tuple):
+        return entry
+    return () if entry is None else (entry,)
+
+
 def joined_spec(pieces: Sequence[PartitionSpec]) -> PartitionSpec:
     """The placement of an array whose rows lie in pieces, one after the other, on the stages of a pipeline."""
     if len(pieces) == 1:
         return pieces[0]
     rows, *inner = pieces[0] or (None,)
-    axes = rows if isinstance(rows, tuple) else () if rows is None else (rows,)
+    axes = axes_of(rows)
     return PartitionSpec((STAGE, *axes) if axes else STAGE, *inner)

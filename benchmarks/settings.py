@@ -77,11 +77,11 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "stands for a kind, for none, or for infinity",
 ) | {
     "intra_op.roofline.TILES": "describes a library of GPUs, measured",
-    "layers.sample.KEPT": "two blocks at each end, which the code goes by",
+    "layers.sample.SAMPLE_BLOCKS": "two blocks at each end, which the code goes by",
     "memory.holders.HOLDERS": "lines of a report",
     "pipeline.workers._GOODBYE_SECONDS": "no plan waits for it",
     "pipeline.workers._MOST": "what is found does not depend on it; one process works here",
-    "planners.infeasible._MOST": "only what a message proposes",
+    "planners.infeasible._TIMES": "only what a message proposes",
     "planners.wholes.LARGE": "only where a warning begins",
     "planners.manual.WORTHWHILE": "only of plans by hand",
     "solver.clock._LEAST_SECONDS": "only where the user gives a time limit",

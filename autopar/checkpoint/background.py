@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 _BEGUN: set[Future[None]] = set()
-"""What nobody has awaited yet."""
+"""The saves that nobody has awaited yet."""
 
 
 def begun(work: Callable[..., None], *args: Any) -> Future[None]:

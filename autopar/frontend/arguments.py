@@ -110,14 +110,16 @@ class Signature:
             flags.append(named)
         return tuple(flags)
 
-    def named(self, dynamic: Any, paths: Sequence[str], positions: Positions, names: Names) -> tuple[bool, ...]:
+    def named(self, paths: Sequence[str], positions: Positions, names: Names, n_args: int) -> tuple[bool, ...]:
         """Whether each leaf, at these paths, is part of an argument at `positions` or of what a name stands for.
 
-        Empty where nothing is named. Raises ArgumentError for a name or position that is no argument of the call.
+        Positions below 0 count from the end of the call's `n_args` positional arguments, as static ones do. Empty where
+        nothing is named. Raises ArgumentError for a name or position that is no argument of the call.
         """
-        listed = [(f"batch_argnums={i}", self.name(i)) for i in _tuple(positions, int)]
+        counted = [(i, i if i >= 0 else n_args + i) for i in _tuple(positions, int)]
+        listed = [(f"batch_argnums={i}", self.name(at) if at >= 0 else None) for i, at in counted]
         listed += [(f"batch_argnames={name!r}", name) for name in _tuple(names, str)]
-        whole = [[bool(re.match(rf"{re.escape(name)}(?![\w])", path)) for path in paths] for _, name in listed]
+        whole = [[name is not None and _is_part(path, name) for path in paths] for _, name in listed]
         for (option, _), flags in zip(listed, whole, strict=True):
             if not any(flags):
                 arguments = ", ".join(dict.fromkeys(re.split(r"[.\[]", path)[0] for path in paths)) or "none"
@@ -253,6 +255,11 @@ def _type_of(leaf: Any) -> Type | None:
 
 def _tuple(given: Any, single: type) -> tuple[Any, ...]:
     return () if given is None else (given,) if isinstance(given, single) else tuple(given)
+
+
+def _is_part(path: str, name: str) -> bool:
+    """Whether a path leads to a part of what a name stands for, or to all of it."""
+    return re.match(rf"{re.escape(name)}(?![\w])", path) is not None
 
 
 def _source(fun: Callable[..., Any]) -> str:

@@ -44,7 +44,7 @@ Count = int | tuple[int | None, ...]
 None for a column that does not count."""
 
 _UNSET: Count = ()
-"""That of a value which may be anything."""
+"""The count of a value which may be anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +91,7 @@ class Values:
         if count is not None:
             return count if isinstance(count, int) else None
         if node is None:
-            is_integer = type.dtype.startswith(("int", "uint"))
-            return _counted(self.constants[value]) if is_integer and value in self.constants else None
+            return _counted(self.constants[value]) if type.is_integer and value in self.constants else None
         if node.primitive == "iota":
             dim = cast("int", node.params["dimension"])
             return dim if _holds(type.dtype, type.shape[dim]) else None

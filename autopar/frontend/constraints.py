@@ -10,6 +10,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError, explain
+from autopar.plan import axes_of
 
 Value = TypeVar("Value")
 
@@ -51,7 +52,4 @@ def _axes(x: Any, spec: Any) -> tuple[tuple[str, ...] | None, ...]:
         rule = f"it has {len(spec)} entries, and {jax.typeof(x)} has {rank} dimensions"
         raise ArgumentError(explain(written, rule, "", "write one entry a dimension"))
     entries = (*spec, *(None,) * (rank - len(spec)))
-    return tuple(
-        None if entry is PartitionSpec.UNCONSTRAINED else (entry,) if isinstance(entry, str) else tuple(entry or ())
-        for entry in entries
-    )
+    return tuple(None if entry is PartitionSpec.UNCONSTRAINED else axes_of(entry) for entry in entries)

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
 from autopar.jax_compat import Device
+from autopar.plan import axes_of
 from passes.device_placement import DevicePlacement, Runs, joined
 
 Devices = tuple[Device, ...]
@@ -41,8 +42,7 @@ def placement_of(
         if number in free or entry is PartitionSpec.UNCONSTRAINED:
             dims.append(None)
             continue
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        runs = joined((sharding.mesh.shape[axis], strides[axis]) for axis in axes)
+        runs = joined((sharding.mesh.shape[axis], strides[axis]) for axis in axes_of(entry))
         dims.append(None if size % math.prod(pieces for pieces, _ in runs) else runs)
     return DevicePlacement(devices=sharding.mesh.size, dims=tuple(dims))
 

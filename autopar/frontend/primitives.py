@@ -18,6 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
 from autopar.frontend.placements import Placed, placement_of, specified
+from autopar.plan import axes_of
 from passes.ir import TensorType
 
 CALLS = {
@@ -218,11 +219,7 @@ def meshes_of(equation: Any) -> list[Any]:
 def _spec(spec: Any, rank: int) -> str:
     """A PartitionSpec as planning writes it."""
     parts = [*spec, *(None,) * (rank - len(spec))]
-    return f"[{', '.join(_axes(part) for part in parts)}]"
-
-
-def _axes(part: Any) -> str:
-    return "+".join(part if isinstance(part, tuple) else (part,)) if part else "-"
+    return f"[{', '.join('+'.join(axes_of(part)) or '-' for part in parts)}]"
 
 
 def plain_params(params: Mapping[str, Any]) -> dict[str, object]:

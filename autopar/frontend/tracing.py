@@ -101,7 +101,7 @@ def trace(
     inputs, outputs = map(specified, jax_compat.traced_shardings(traced, in_tree.num_leaves))
     inputs = tuple(given or there for given, there in zip_longest(inputs, placed))
     names = signature.names(dynamic, len(args))
-    named = signature.named(dynamic, names, batch_argnums, batch_argnames)
+    named = signature.named(names, batch_argnums, batch_argnames, len(args))
     live, read = without_dead_code(traced.jaxpr)
     flattened = partial(flatten, live, input_names=names, output_names=_output_names(out_tree), out_shardings=outputs)
     body = flattened()

@@ -28,7 +28,7 @@ class Factors:
 
 
 NONE = Factors()
-"""Of what is as long as predicted."""
+"""The factors of a step that takes as long as predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from passes.cluster import collectives
 
 COMPUTE, TRANSFERS = "compute", "transfers"
 CAUSES = (COMPUTE, *collectives.ALGORITHMS, TRANSFERS)
-"""What a device's time is spent on, in the order in which what overlaps is counted: a collective or a transfer counts
-where nothing before it runs on the same device."""
+"""The causes on which a device's time is spent, in the order in which what overlaps is counted: a collective or a
+transfer counts where nothing before it runs on the same device."""
 
 _PLANE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
 

@@ -10,7 +10,7 @@ from passes.inter_op import Task
 from passes.page import REST, MeasuredSpan
 
 SECOND_NANOSECONDS = 1e9
-"""In a second: profiles count in them."""
+"""Nanoseconds in a second: profiles count in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from passes.rules import ShardingRule, rule_of
 _JOINS: Mapping[str, jax_compat.Primitive] = MappingProxyType(
     {"add": lax.add_p, "max": lax.max_p, "min": lax.min_p, "and": lax.and_p, "or": lax.or_p}
 )
-"""What joins two pieces' results, by `ShardingRule.joins`."""
+"""The operation that joins two pieces' results, by `ShardingRule.joins`."""
 
 
 def in_pieces(traced: Traced, stages: int) -> tuple[Traced, Pieces | None]:

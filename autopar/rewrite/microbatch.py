@@ -106,10 +106,9 @@ def _run(
     )
     with jax.named_scope(LOOP):
         totals, joined = lax.scan(step, zeros, (jnp.arange(chosen.count, dtype=np.int32), stacked))
-    for is_sum, values in ((True, iter(totals)), (False, iter(joined))):
-        for (value, spec), summed in zip(chosen.carried, sums, strict=True):
-            if summed == is_sum:
-                known[value] = next(values) if is_sum else _join(next(values), spec)
+    summed, side_by_side = iter(totals), iter(joined)
+    for (value, spec), is_sum in zip(chosen.carried, sums, strict=True):
+        known[value] = next(summed) if is_sum else _join(next(side_by_side), spec)
     late = [v for v in dict.fromkeys(graph.outputs) if v not in known and v not in graph.literals]
     if stacks.keys() & _read_by(graph, chosen.after):
         known.update(_up_front(body, chosen.after, chosen.count, late, known, stacks))

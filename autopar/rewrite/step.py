@@ -16,7 +16,7 @@ from autopar.rewrite.microbatch import microbatched
 from autopar.rewrite.remat import recomputed
 from autopar.runtime import Pieces
 from passes.errors import PlanningError
-from passes.layers import KEPT, blocks, sample_graph
+from passes.layers import SAMPLE_BLOCKS, blocks, sample_graph
 from passes.pipeline import body_of
 from passes.step import Step, Variant
 from passes.transforms import Coupling, Kept, kept_of, layers, loops, split
@@ -131,7 +131,7 @@ class _Family:
             return None
         short, sample_structs, left_out = shortened
         short = microbatched(short, sample_structs, chosen.microbatches or 1, self.coupling)
-        if len(blocks(body_of(short.graph), covered=0.0)) != KEPT + 1:
+        if len(blocks(body_of(short.graph), covered=0.0)) != SAMPLE_BLOCKS + 1:
             return None
         return self._step(short, chosen, None, left_out)
 
@@ -176,7 +176,7 @@ class _Family:
 def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, int] | None:
     """(a step without some of its blocks, its arguments, how many are left out); None if there are more stages."""
     sample = sample_graph(traced.graph, traced.state_pairs)
-    if sample is None or sample.left_out + KEPT < stages:
+    if sample is None or sample.left_out + SAMPLE_BLOCKS < stages:
         return None
     short = replace(
         traced,

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.distributed import Processes, digest_of, nowhere, placed
 from autopar.errors import DisagreementError, explain
+from autopar.plan import axes_of
 from autopar.runtime.cross_process import takes_part, transport_of
 from autopar.runtime.transfer import Transfer, arrived, compile_transfer
 from autopar.runtime.transfer_plan import plan_transfer, where
@@ -118,7 +119,7 @@ def _divided(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     The axes of that dimension go to the first of the two if they divide it, else to the second, else to none.
     """
     along, *others = tuple(sharding.spec) or (None,)
-    names = along if isinstance(along, tuple) else (along,) if along else ()
-    ways = math.prod(sharding.mesh.shape[name] for name in names)
-    first = (along, None) if shape[0] % ways == 0 else (None, along) if shape[1] % ways == 0 else (None, None)
-    return NamedSharding(sharding.mesh, PartitionSpec(*first, *others))
+    ways = math.prod(sharding.mesh.shape[name] for name in axes_of(along))
+    is_first, is_second = (size % ways == 0 for size in shape[:2])
+    halves = (along if is_first else None, along if is_second and not is_first else None)
+    return NamedSharding(sharding.mesh, PartitionSpec(*halves, *others))

@@ -17,7 +17,7 @@ from autopar.distributed import Processes, digest_of
 from autopar.frontend import Signature, Traced, devices_of
 from autopar.jax_compat import Device
 from autopar.lowering import build, shardings
-from autopar.phases import Following, unsaid
+from autopar.phases import PhaseOf, unsaid
 from autopar.plan import Plan, unflattened
 from autopar.runtime.accepted import Accepted
 from autopar.runtime.argument_groups import Groups, grouped
@@ -186,7 +186,7 @@ class Lowered:
     _lowered: Any
     _limit: Limit | None = None
     _again: Callable[[int], Lowered] | None = None
-    _phase: Following = unsaid
+    _phase: PhaseOf = unsaid
 
     @property
     def plan(self) -> Plan:
@@ -196,7 +196,7 @@ class Lowered:
         """The StableHLO."""
         return self._lowered.as_text()
 
-    def followed(self, phase: Following) -> Lowered:
+    def followed(self, phase: PhaseOf) -> Lowered:
         """The same program, whose compilation is a `phase` that people follow."""
         return replace(self, _phase=phase)
 
@@ -239,7 +239,7 @@ class Lowered:
 
     def _verify(self, text: str) -> Verification:
         graph, plan = self._prepared.traced.graph, self.plan
-        flops = product_flops(graph, group(graph), plan.layout.placements, plan.mesh)
+        flops = product_flops(group(graph), plan.layout.placements, plan.mesh)
         return verify(plan, text, platform=self._prepared.platform, planned_flops=flops)
 
 

@@ -13,7 +13,7 @@ import jax
 from autopar import jax_compat
 from autopar.checks import Emitted, Verification, hlo, verify
 from autopar.frontend import Signature, Traced
-from autopar.phases import Following, unsaid
+from autopar.phases import PhaseOf, unsaid
 from autopar.runtime.accepted import Accepted
 from autopar.runtime.footprint import CPU, Limit, pipeline_peaks
 from autopar.runtime.program import Program, Run
@@ -34,7 +34,7 @@ class LoweredPipeline:
     program: Program
     load: Callable[[tuple[Any, ...]], Callable[[list[Any]], Any]]
     limit: Limit | None = None
-    phase: Following = unsaid
+    phase: PhaseOf = unsaid
 
     @classmethod
     def of(
@@ -53,7 +53,7 @@ class LoweredPipeline:
         segments = self.program.segments
         return "\n".join(f"// {segment.name}\n{segment.lower().as_text()}" for segment in segments)
 
-    def followed(self, phase: Following) -> LoweredPipeline:
+    def followed(self, phase: PhaseOf) -> LoweredPipeline:
         """The same pipeline, whose compilation is a `phase` that people follow."""
         return replace(self, phase=phase)
 

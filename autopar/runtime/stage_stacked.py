@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar import jax_compat
+from autopar.plan import axes_of
 from autopar.runtime.arrivals import Arrivals
 from autopar.runtime.program import Donation
 from passes.plan import STAGE
@@ -185,8 +186,7 @@ def _joined(chunks: Sequence[Sharding]) -> NamedSharding:
         return NamedSharding(_mesh(np.asarray(devices, dtype=object), ()), PartitionSpec(STAGE))
     grid = np.stack([np.asarray(cast("NamedSharding", chunk).mesh.devices) for chunk in chunks])
     along, *other_axes = first.spec or (None,)
-    inner = along if isinstance(along, tuple) else (along,) if along else ()
-    return NamedSharding(_mesh(grid, first.mesh.axis_names), PartitionSpec((STAGE, *inner), *other_axes))
+    return NamedSharding(_mesh(grid, first.mesh.axis_names), PartitionSpec((STAGE, *axes_of(along)), *other_axes))
 
 
 def _alike(stages: Sequence[Sharding]) -> Sequence[Sharding]:

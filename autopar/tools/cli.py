@@ -57,7 +57,7 @@ COMMANDS = (
     *(launch_command.LAUNCH, launch_command.RUN),
     *(doctor_command.COMMAND, completion_command.COMMAND, help_command.COMMAND),
 )
-"""The commands that are values of their own."""
+"""The commands that are told by a `Command` each; `parser` adds plan, show, diff, fit, compile and simulate itself."""
 
 _PLAN_HELP = """\
 Plan a train step for a cluster that need not be here, and show the plan.

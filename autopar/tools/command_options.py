@@ -36,7 +36,7 @@ clusters:
 
 
 MOST = 2**31 - 1
-"""What rows, parts and devices can be counted to: beyond, sizes are no int32, in which JAX counts."""
+"""The most that rows, parts and devices are counted to: beyond, sizes are no int32, in which JAX counts."""
 
 
 def whole_number(least: int = 1, most: float = math.inf) -> Callable[[str], int]:

@@ -39,11 +39,11 @@ LONG, WIDE = 1024, 128
 """Rows and columns of an array that is gathered and scattered along either dimension."""
 
 HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""What is tried for a device's `half_extent`, or `half_inner` of one whose cores take tiles: steps of a fourth to a
-half, as no more is seen of it. Of the table's devices none has more than 512."""
+"""The values that are tried for a device's `half_extent`, or `half_inner` of one whose cores take tiles: steps of a
+fourth to a half, as no more is seen of it. Of the table's devices none has more than 512."""
 
 CALLS = 64
-"""Of a small program, one after another, whose time on the host is that of dispatch."""
+"""Calls of a small program, one after another, whose time on the host is that of dispatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,7 +177,7 @@ def _planned(planner: Planner, step: TracedStep, room: Room) -> Plan:
     return cast("Plan", planner.plan(step, room.cluster, PlanOptions()).plan)
 
 
-def _by(planner: Planner) -> Planned:
+def _by(planner: Planner) -> RowPlanner:
     return lambda step, room, announce: _planned(planner, step, room)
 
 
@@ -206,9 +206,10 @@ def _searched(step: TracedStep, room: Room, announce: Announce) -> Plan:
     return cast("Plan", room.auto.plan(step, room.cluster, options).plan)
 
 
-Planned = Callable[[TracedStep, Room, Announce], Plan]
+RowPlanner = Callable[[TracedStep, Room, Announce], Plan]
+"""The plan of a step in a row of the table; it announces what it is at."""
 
-PLANNERS: dict[str, Planned] = {
+PLANNERS: dict[str, RowPlanner] = {
     "jit": _jit,
     "data parallel": _by(DataParallel()),
     "ZeRO-1/2": _by(Zero(2)),

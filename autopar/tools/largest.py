@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autopar.rewrite import TracedStep
-from autopar.tools.fit import PLANNERS, Announce, Example, Planned, Room, Row, batch_of, quiet, traced_step
+from autopar.tools.fit import PLANNERS, Announce, Example, Room, Row, RowPlanner, batch_of, quiet, traced_step
 from passes.errors import PlanningError
 from passes.intra_op import MOST_OPERATORS, VariantSearch
 from passes.plan import Plan
@@ -56,20 +56,20 @@ def _tried(step: TracedStep, room: Room, on_plan: Announce) -> Plan:
         step=step,
         limit=room.limit_nbytes,
         most=MOST_OPERATORS // MOST_PLANS,
-        search=lambda variant, offload, most_nbytes, part: room.auto._search(
+        search=lambda variant, offload, most_nbytes, part: room.auto.mesh_search(
             variant, room.cluster, part, offload, most_nbytes
         ),
         context=SearchContext(report=report, deadline=end),
     ).run()
 
 
-STRETCHED: dict[str, Planned] = {
+STRETCHED: dict[str, RowPlanner] = {
     name: _tried if name == "searched" else PLANNERS[name] for name in ("data parallel", "ZeRO-3", "searched")
 }
 """The planners whose largest batch and preset are looked for."""
 
 _SHARES = {"searched": 3}
-"""Of the time, one each for the others."""
+"""The shares of the time that planners get, one for each that is not here."""
 
 
 def largest(

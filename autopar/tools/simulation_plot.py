@@ -11,7 +11,7 @@ from autopar.tools.simulation import Row
 from autopar.tools.simulation_text import labels, varied
 
 NUMBERS = ("devices", "batch", "microbatches", "bandwidth", "network")
-"""What can be an axis, the first that varies is."""
+"""The quantities that can be an axis: the first that varies is."""
 
 Figure = Callable[[Row], float | None]
 

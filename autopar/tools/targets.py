@@ -36,7 +36,7 @@ _OTHERS = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")),
     "<frozen ",
 )
-"""How the files of autopar and of Python begin."""
+"""The beginnings of the paths of autopar's and of Python's files."""
 
 _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]")
 

@@ -50,8 +50,8 @@ _OFF_TPU = MappingProxyType(
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
 )
-"""What libtpu reads from the environment when it starts, in place of asking a server that only TPU machines have; and
-that other processes may have it too, for nothing runs."""
+"""The variables that libtpu reads from the environment when it starts, in place of asking a server that only TPU
+machines have; and that other processes may have it too, for nothing runs."""
 
 
 def topology(cluster: str | os.PathLike[str] | Cluster) -> tuple[Device, ...]:

@@ -40,12 +40,12 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "perm
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 HOST_BYTES_PER_SECOND = 12e9
-"""What PCI Express 3 x16 gives, of 15.75 GB/s."""
+"""The rate that PCI Express 3 x16 gives, of 15.75 GB/s."""
 
 DISPATCH_SECONDS = 50e-6
-"""What a host takes to start one task of a stage: on virtual CPU devices 25 to 48 us for one device, rounded up here,
-and 94 to 213 us for four (`python -m benchmarks.pipeline`). The host's work is the same for an accelerator, and we know
-of no publication that times it, so every device of the table has this until it is measured there."""
+"""Seconds that a host takes to start one task of a stage: on virtual CPU devices 25 to 48 us for one device, rounded up
+here, and 94 to 213 us for four (`python -m benchmarks.pipeline`). The host's work is the same for an accelerator, and
+we know of no publication that times it, so every device of the table has this until it is measured there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class HostGroup:
 
 
 MOST_DEVICES = 2**20
-"""Of a cluster: planning lists its devices one by one, in 0.7 s so many."""
+"""The most devices of a cluster: planning lists them one by one, in 0.7 s so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,8 @@ Source: stas00/ml-engineering, network/README.md, 8 GiB over 8 devices, SHARP on
 """
 
 TREE_EFFICIENCY = 0.75
-"""Of a ring's bandwidth to a tree: 0.9, of which 1 to 64 MB reach 0.5 to 0.9 (NCCL, src/graph/tuning.cc)."""
+"""The share of a ring's bandwidth that a tree gets: 0.9, of which 1 to 64 MB reach 0.5 to 0.9 (NCCL,
+src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

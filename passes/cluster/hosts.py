@@ -17,7 +17,8 @@ from passes.cluster.links import (
 )
 
 MATMUL_EFFICIENCY = 0.80
-"""Where it was not measured: the median of five others (A100 0.87, H100 0.80, B200 0.78, GB200 0.73, v6e 0.90)."""
+"""The share of a data sheet that products reach where it was not measured: the median of five others (A100 0.87, H100
+0.80, B200 0.78, GB200 0.73, v6e 0.90)."""
 
 
 HALF_INNER = 64.0
@@ -26,7 +27,7 @@ at a time (CUTLASS's default for half precision on A100) on either side of the l
 
 
 MEMORY_EFFICIENCY = 0.85
-"""Of a GPU's data-sheet bandwidth, assumed: large copies reach from 80 to 90 %."""
+"""The share of a GPU's data-sheet bandwidth that it gets, assumed: large copies reach from 80 to 90 %."""
 
 
 CPU = "cpu"
@@ -34,11 +35,12 @@ CPU = "cpu"
 
 
 CPU_CORE_FLOPS_PER_SECOND = 85e9
-"""Of float32 products on one core; measured like the rest of `cpu` (`python -m benchmarks.collectives --local`)."""
+"""The rate of float32 products on one core; measured like the rest of `cpu` (`python -m benchmarks.collectives
+--local`)."""
 
 
 CPU_MEMORY_BYTES_PER_SECOND = 24e9
-"""Of a machine, which its virtual devices share; measured like the rest of `cpu`."""
+"""The rate of a machine's memory, which its virtual devices share; measured like the rest of `cpu`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from passes.cluster.cluster import Cluster, DeviceSpec, Link, Measured
 from passes.errors import ClusterError, explain
 
 _LEAST_FACTOR = 1e-9
-"""What a link's bytes per second can be multiplied by at least: a byte a second, of a gigabyte; 1 over it at most."""
+"""The least that a link's bytes per second can be multiplied by: a byte a second, of a gigabyte; 1 over it at most."""
 
 
 def resized(cluster: Cluster, devices: int) -> Cluster:

@@ -34,7 +34,8 @@ CUBE_MESH_LINKS = 6
 """NVLinks of each of those devices: the sum of a row."""
 
 PCIE_LINKS = 0.4
-"""Where there is no NVLink: PCI Express 3 x16 through the host, assumed to give half of 15.75 GB/s, of 18.5 a link."""
+"""The links of a host without NVLink: PCI Express 3 x16 through the host, assumed to give half of 15.75 GB/s, of 18.5 a
+link."""
 
 Place = tuple[int, ...]
 

@@ -47,7 +47,7 @@ class Candidate(StageCost):
 
     @classmethod
     def together(cls, costs: Sequence[tuple[StageCost, int]], key: object) -> Self:
-        """So many blocks of each cost as one stage."""
+        """The cost of one stage of so many blocks of each of these costs."""
         return cls(
             forward_seconds=math.fsum(n * c.forward_seconds for c, n in costs),
             backward_seconds=math.fsum(n * c.backward_seconds for c, n in costs),
@@ -187,10 +187,8 @@ class Places:
             if offsets:
                 start, begin = first * self.unit - behind, int(self.starts[receiver, first]) * self.unit
                 shift = start // host * host
-                senders, receivers = (
-                    range(start - shift, start - shift + behind),
-                    range(begin - shift, begin - shift + ahead),
-                )
+                senders = range(start - shift, start - shift + behind)
+                receivers = range(begin - shift, begin - shift + ahead)
                 yield senders, receivers, slice(first, offsets[-1] + 1, period)
 
 

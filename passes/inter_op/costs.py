@@ -25,8 +25,10 @@ Entry = tuple[int, int, int]
 class CostArrays:
     """Costs of stages [choices, layers, layers + 1] and boundaries [cuts, choices, choices, offsets]; infinite: none.
 
-    `period` is busy + finish / microbatches. `max_in_flight` is the number of microbatches in flight that fit, below
-    1 where none does; `base_nbytes` are needed without any, `in_flight_nbytes` by each, also where they do not fit.
+    In the words of `passes.inter_op.partitions`, `forward` is F of a stage, `chain` c, `busy` t and `finish` f;
+    `onward` and `back` are the transfers at a boundary, `there_and_back` both of them, h. `period` is busy + finish /
+    microbatches. `max_in_flight` is the number of microbatches in flight that fit, below 1 where none does;
+    `base_nbytes` are needed without any, `in_flight_nbytes` by each, also where they do not fit.
     """
 
     candidates: Mapping[Entry, Candidate]

@@ -23,7 +23,10 @@ from passes.inter_op.costs import Entry, Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The stages that begin with one layer, in order of their choices: choice `present[i]` begins at `begins[i]`."""
+    """The stages that begin with one layer, sorted by choice: of each its choice, the layer after its last, its value.
+
+    Choices of which there is a stage are `present`; the stages of `present[i]` stand from `begins[i]` on.
+    """
 
     choices: NDArray[np.intp]
     lasts: NDArray[np.intp]

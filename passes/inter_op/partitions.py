@@ -36,7 +36,7 @@ from itertools import accumulate, pairwise, product, starmap
 import numpy as np
 
 from passes.errors import OverBudgetError, PlanningError, explain
-from passes.inter_op.choices import Candidate, LowerBound, Partition, Places, StageTable, Submesh, place, submeshes
+from passes.inter_op.choices import Candidate, LowerBound, Partition, Places, StageTable, Submesh, place
 from passes.inter_op.costs import CostArrays, Entry, Floats, Problem, boundaries, entries, tabulate, with_bounds
 from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
 from passes.inter_op.schedule_registry import is_chunked, splits_backward
@@ -62,8 +62,6 @@ most. `python -m benchmarks.settings` shows what half and double of it find."""
 MOST_EXTENDED = 2000
 """Partial partitions that the branch and bound at the end extends: work, about a second of one processor. It proves
 small problems optimal and leaves large ones a bound. `python -m benchmarks.settings` shows what half and double do."""
-
-__all__ = ["Candidate", "Partition", "StageTable", "Submesh", "even", "partition", "submeshes"]
 
 
 def even(weights: Sequence[float], n_stages: int) -> tuple[tuple[int, int], ...]:

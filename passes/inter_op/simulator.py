@@ -12,7 +12,7 @@ from passes.inter_op.schedules import LETTERS, Kind, Schedule, Span, Task, in_fl
 from passes.text import GAP, Column, Table, quantities
 
 MICROSECONDS = 1e6
-"""In a second: traces are written in them."""
+"""Microseconds in a second: traces are written in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,9 +189,10 @@ def simulate(
 ) -> Timeline:
     """The timeline of a schedule whose stages [stages] and boundaries [stages - 1] cost that much.
 
-    Every task takes `dispatch_seconds` more. Transfers, none by default, delay who receives;
-    who sends waits for them too, but for the part `overlap`. Stages of one group need no transfer. Raises PlanningError
-    for a schedule that does not come to an end, InternalError for costs that are not of its stages.
+    Every task takes `dispatch_seconds` more. Transfers, none by default, delay the stage that receives; the one that
+    sends waits for them too, but for the part `overlap`. Stages of one group need no transfer.
+
+    Raises PlanningError for a schedule that does not come to an end, InternalError for costs that are not its own.
     """
     if len(stages) != schedule.n_stages or len(transfers) not in (0, schedule.n_stages - 1):
         raise InternalError(f"{len(stages)} stage costs and {len(transfers)} transfers for {schedule}")
@@ -233,10 +234,8 @@ def peaks_of(saved: Sequence[int], stages: Sequence[StageCost]) -> tuple[dict[st
     by_cause: list[dict[str, int]] = []
     for group, saved_nbytes in enumerate(saved):
         stages_of_group = stages[group :: len(saved)]
-        working, finish = (
-            max(stage.working_nbytes for stage in stages_of_group),
-            sum(stage.finish_nbytes for stage in stages_of_group),
-        )
+        working = max(stage.working_nbytes for stage in stages_of_group)
+        finish = sum(stage.finish_nbytes for stage in stages_of_group)
         now = {"state, arguments and sums": sum(stage.persistent_nbytes for stage in stages_of_group)}
         if finish > saved_nbytes + working:
             by_cause.append({**now, "new state and its update": finish})

@@ -15,7 +15,6 @@ from passes.cluster import Mesh
 from passes.intra_op.strategies import Table
 from passes.ir import Body, Control, Graph, Phase, PortUse, StatePairs, TensorType, phase
 from passes.placement import Grouping, Layout, Placement
-from passes.rules import Assignment, ShardingRule
 from passes.sharding import Behind, Resharder, ShardingSpec, replicated
 from passes.solver import Floats, ShardingProblem
 
@@ -109,7 +108,7 @@ class Subproblem:
             key = (id(table), chosen)
             if key not in shared:
                 rules = [self.grouping.rules[member] for member in members]
-                shared[key] = list(map(_placement, rules, table.strategies[chosen].assignments))
+                shared[key] = list(map(Placement.of, rules, table.strategies[chosen].assignments))
             placements |= zip(members, shared[key], strict=True)
         return placements
 
@@ -239,14 +238,6 @@ class Assembly:
         return Layout(inputs=inputs, placements=placements, outputs=outputs)
 
 
-def _placement(rule: ShardingRule, assignment: Assignment) -> Placement:
-    """The placements of a node's operands and results under an assignment of its rule."""
-    return Placement(
-        operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
-        results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
-    )
-
-
 def stacked(spec: ShardingSpec, port_use: PortUse) -> ShardingSpec:
     """The placement of a stack, given that of its slices: its first dimension is never cut."""
     return replace(spec, dims=((), *spec.dims)) if port_use.stacked else spec
@@ -268,6 +259,6 @@ def full_placements(type: TensorType, resharder: Resharder) -> list[ShardingSpec
     """Every placement without partial axes whose axes divide, replicated first. Typed keys stay whole."""
     seconds = resharder.seconds(type)[0]
     every = resharder.placements(type.rank)
-    if type.dtype.startswith("key<"):
+    if type.is_key:
         return [every[0]]
     return [spec for spec, cost in zip(every, seconds, strict=True) if not spec.partial and np.isfinite(cost)]

@@ -42,7 +42,7 @@ class SizelessRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """The part of an operator group that its strategy space depends on; positions are those of an `GroupSignature`."""
+    """The part of an operator group that its strategy space depends on; positions are those of a `GroupSignature`."""
 
     axes: tuple[str, ...]
     options: tuple[int, ...]
@@ -75,7 +75,7 @@ class Walk:
     values that some member wants whole: they are reduced once, and every member and neighbour reads what came of that.
     """
 
-    picks: AxisChoice
+    axis_choice: AxisChoice
     reduced: dict[int, ShardingSpec]
     assignments: list[Assignment] = field(default_factory=list[Assignment])
     cuts: list[int] = field(default_factory=list[int])
@@ -233,7 +233,7 @@ class Walker:
 
     def _walked(self, choice: AxisChoice, reduced: dict[int, ShardingSpec]) -> Walk | None:
         """The walk that places the members one after the other, with these partial values reduced."""
-        walk = Walk(picks=choice, reduced=dict(reduced))
+        walk = Walk(axis_choice=choice, reduced=dict(reduced))
         for position, member in enumerate(self.members):
             assignment = self._assign(member, choice, walk)
             if assignment is None or not self._step(position, member, assignment, walk):

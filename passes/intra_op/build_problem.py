@@ -34,15 +34,13 @@ from passes.rules import made_anywhere
 from passes.sharding import Resharder, ShardingSpec, replicated
 from passes.solver import Edge, Floats, ShardingProblem
 
-__all__ = ["Assembly", "Subproblem", "assemble", "visible"]
-
 
 def port_placements(port: Port, resharder: Resharder) -> list[ShardingSpec]:
     """The placements that a port may have; a sum may stay partial, and is reduced once after the loop."""
     full = full_placements(port.type, resharder)
     if port.whole:
         return full[:1]
-    if not (port.carry or port.stacked) or not port.type.dtype.startswith(("float", "bfloat")):
+    if not (port.carry or port.stacked) or not port.type.is_float:
         return full
     seconds = resharder.seconds(port.type)
     every = resharder.placements(port.type.rank)
@@ -92,8 +90,8 @@ class _Builder:
         number, self.subproblems = self.subproblems, self.subproblems + 1
         first, tables, sites = len(self.seconds), list[Table](), dict(inputs)
         for operator_group in grouping.operator_groups:
-            shape, written, read = signature_of(operator_group, graph, grouping, leaving, operators, anew)
-            table = tabulator.table(shape, graph.nodes[min(operator_group.members)].source)
+            signature, written, read = signature_of(operator_group, graph, grouping, leaving, operators, anew)
+            table = tabulator.table(signature, graph.nodes[min(operator_group.members)].source)
             interface = self.common.interface(table, graph, operator_group)
             node = self._node(weight * table.seconds, interface.kind)
             tables.append(table)
@@ -137,7 +135,7 @@ class _Builder:
         bodies: list[Subproblem] = []
         for body, inner in zip(control.bodies, groupings, strict=True):
             entering = dict(zip(body.graph.inputs, (sites[s] for s in body.inputs), strict=True))
-            subproblem = self.lay_out(body.graph, inner, entering, weight * max(body.trips, 1) * body.share)
+            subproblem = self.lay_out(body.graph, inner, entering, weight * body.runs)
             bodies.append(subproblem)
             for value, s in zip(body.graph.outputs, body.outputs, strict=True):
                 if s not in sites:

@@ -19,11 +19,12 @@ _ROUGHLY = 1e-2
 """The relative gap to which plans by hand are solved."""
 
 SURELY = 1.5
-"""What is expected to need more than the limit by this factor is not looked at while anything else may fit: least bytes
-as far above those that are live as the first answer's peak was. They are 0.44 to 1.39 times the peaks of 247 plans by
-hand, 0.87 at the median and 1.20 at most for 95 % of them, so that none that fits is left out; 1.25 would leave out 9
-(`python -m benchmarks.expected_peaks`: nine models of the zoo in their least shapes, as they are and in 2 microbatches,
-by either compiler's model). Before a limit is refused, all that was left out so is looked at: `MeshSearch.left_out`."""
+"""The factor of the limit from which a plan that is expected to need as much is not looked at while anything else may
+fit: least bytes as far above those that are live as the first answer's peak was. They are 0.44 to 1.39 times the peaks
+of 247 plans by hand, 0.87 at the median and 1.20 at most for 95 % of them, so that none that fits is left out; 1.25
+would leave out 9 (`python -m benchmarks.expected_peaks`: nine models of the zoo in their least shapes, as they are and
+in 2 microbatches, by either compiler's model). Before a limit is refused, all that was left out so is looked at:
+`MeshSearch.left_out`."""
 
 Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
 """The restrictions of plans by hand on a mesh, and whether each gathers weights once a use."""

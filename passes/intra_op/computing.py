@@ -43,7 +43,7 @@ def operator_seconds(
         if spent:
             yield phase(node), node, weight * spent
     for body, within, placed in _bodies(grouping, layout):
-        runs = weight * max(body.trips, 1) * body.share
+        runs = weight * body.runs
         yield from operator_seconds(body.graph, within, mesh, placed, weight=runs, inside=True)
 
 
@@ -84,7 +84,7 @@ def _halves(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: 
         carried = set(body.inputs)
         onward = [v for v, port in zip(body.graph.outputs, body.outputs, strict=True) if port in carried]
         halves = _halves(body.graph, within, mesh, placed, onward)
-        totals = [t + max(body.trips, 1) * body.share * half for t, half in zip(totals, halves, strict=True)]
+        totals = [t + body.runs * half for t, half in zip(totals, halves, strict=True)]
     return totals[0], totals[1]
 
 

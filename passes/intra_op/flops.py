@@ -28,21 +28,21 @@ def model_flops(graph: Graph, grouping: Grouping) -> dict[str, float]:
         if index in grouping.controls:
             for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
                 for dtype, inside in model_flops(body.graph, inner).items():
-                    flops[dtype] = flops.get(dtype, 0.0) + max(body.trips, 1) * body.share * inside
+                    flops[dtype] = flops.get(dtype, 0.0) + body.runs * inside
         elif rule.is_product:
             dtype = graph.types[node.inputs[0]].dtype
             flops[dtype] = flops.get(dtype, 0.0) + rule.flops
     return flops
 
 
-def product_flops(graph: Graph, grouping: Grouping, placements: Sequence[Placement], mesh: Mesh) -> float:
+def product_flops(grouping: Grouping, placements: Sequence[Placement], mesh: Mesh) -> float:
     """Flops of one step's matrix products and convolutions; a loop of unknown length and each branch count once."""
     total = 0.0
     for index, (rule, placement) in enumerate(zip(grouping.rules, placements, strict=True)):
         if index in grouping.controls:
             bodies = zip(grouping.controls[index].bodies, grouping.bodies[index], placement.bodies, strict=True)
             for body, inner, layout in bodies:
-                total += max(body.trips, 1) * product_flops(body.graph, inner, layout.placements, mesh)
+                total += max(body.trips, 1) * product_flops(inner, layout.placements, mesh)
         elif rule.is_product:
             total += computed_flops(rule, mesh.cluster.group().device) / _parts(rule, placement, mesh)
     return total

@@ -25,7 +25,7 @@ def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
 
 def for_constraints(graph: Graph, cluster: Cluster, max_axes: int) -> list[Mesh]:
     """The layouts of all devices on which what the user has placed can lie; else the coarsest such mesh, whatever its
-    number of axes. None where all layouts do.
+    number of axes. Empty where the user has placed nothing that asks for some; all layouts where no mesh will do.
     """
     needed, size = boundaries_of(graph), cluster.n_devices
     if needed <= {1, size}:
@@ -33,8 +33,9 @@ def for_constraints(graph: Graph, cluster: Cluster, max_axes: int) -> list[Mesh]
     meshes = [_mesh(cluster, sizes) for sizes in shapes(size, max_axes=max_axes)]
     edges = sorted({1, size, *needed}, reverse=True)
     coarsest = tuple(outer // inner for outer, inner in pairwise(edges) if outer % inner == 0)
-    fitting = [mesh for mesh in meshes if needed <= boundaries(mesh)]
-    return fitting or [_mesh(cluster, coarsest)] if math.prod(coarsest) == size else meshes
+    if math.prod(coarsest) != size:
+        return meshes
+    return [mesh for mesh in meshes if needed <= boundaries(mesh)] or [_mesh(cluster, coarsest)]
 
 
 def allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:

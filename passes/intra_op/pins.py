@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -47,11 +48,15 @@ def _spec(pattern: object, placement: object) -> ShardingSpec:
     if isinstance(placement, ShardingSpec):
         return placement
     if isinstance(placement, str) and re.fullmatch(r"\[.*\]", placement):
-        return parse_spec(placement)
+        spec = parse_spec(placement)
+        if unnamed := [axis for axes in spec.dims for axis in axes if not axis.isidentifier()]:
+            rule = f"{unnamed[0]!r} is no mesh axis"
+            raise PlanningError(explain(what, rule, "", 'write axes, joined by "+", and "-" for none: "[-, x+y]"'))
+        return spec
     entries = list(cast("Iterable[object]", placement)) if isinstance(placement, Iterable) else None
     if entries is None or isinstance(placement, str):
         rule = 'a placement is a PartitionSpec, P(None, "x"), or text, "[-, x]"'
-        raise PlanningError(explain(what, rule, "", "write one entry a dimension"))
+        raise PlanningError(explain(what, rule, "", "write one entry a dimension, in brackets where it is text"))
     dims: list[tuple[str, ...]] = []
     for entry in entries:
         axes = (entry,) if isinstance(entry, str) else entry or ()
@@ -236,7 +241,12 @@ def _impossible(
         for dim, axes in enumerate(spec.dims)
         if not unknown and type.shape[dim] % (parts := int(np.prod([mesh.axis_size(axis) for axis in axes])))
     ]
-    missing = f"mesh {mesh} has no axis {', '.join(map(repr, unknown))}" if unknown else ""
-    rule = missing or "; ".join(uneven) or f"no operator can take it so on mesh {mesh}, beside the other pins"
+    used = Counter(axis for axes in spec.dims for axis in axes)
+    twice = [
+        f"axis {axis!r} is written {count} times, and an axis cuts once" for axis, count in used.items() if count > 1
+    ]
+    missing = [f"mesh {mesh} has no axis {', '.join(map(repr, unknown))}"] if unknown else []
+    reasons = "; ".join(missing or twice or uneven)
+    rule = reasons or f"no operator can take it so on mesh {mesh}, beside the other pins"
     options = ", ".join(dict.fromkeys(str(other) for other in possible if not other.partial))
     return NoLegalPlanError(explain(what, rule, f"possible: {options}", remedy))

@@ -134,15 +134,16 @@ def _cut(spec: ShardingSpec, axis: str) -> bool:
     return any(axis in axes for axes in spec.dims)
 
 
-def _picked(strategy: Strategy, axis: str) -> int | None:
-    return dict(strategy.picks).get(axis)
+def _class_on(strategy: Strategy, axis: str) -> int | None:
+    """The class of dimensions that an axis cuts in a strategy; None for none."""
+    return dict(strategy.axis_choice).get(axis)
 
 
 def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
     """Whether the axis cuts the batch where there is one, and nothing elsewhere but what is broadcast over it."""
     classes = values.batch_classes.get(node)
-    pick = _picked(strategy, axis)
-    return pick in classes if classes else pick in (None, PARTIAL, *values.aligned_classes.get(node, ()))
+    cls = _class_on(strategy, axis)
+    return cls in classes if classes else cls in (None, PARTIAL, *values.aligned_classes.get(node, ()))
 
 
 def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Assembly:
@@ -269,10 +270,10 @@ def megatron(
         is_update = bool(state) and node not in values.batch_classes
         if data in axes and not is_update and not _on_batch(values, node, strategy, data):
             return False
-        pick = _picked(strategy, tensor)
+        cls = _class_on(strategy, tensor)
         if weighty[node]:
-            return pick in weighty[node]
-        return pick not in values.batch_classes.get(node, ())
+            return cls in weighty[node]
+        return cls not in values.batch_classes.get(node, ())
 
     def allows_input(value: int, spec: ShardingSpec) -> bool:
         if value in values.batch:
@@ -353,11 +354,7 @@ def _weight_classes(subproblem: Subproblem, values: Roles) -> Iterator[tuple[int
                 if graph.types[value].rank > 1 and origin(subproblem, value, weights) is not None:
                     classes |= {member_classes[f] for f in factors if f >= 0}
             kept = {member_classes[f] for factors in grouping.rules[member].results for f in factors if f >= 0}
-            if (
-                not (batch := values.batch_classes.get(subproblem.first + index, frozenset())).isdisjoint(
-                    member_classes
-                )
-                and not batch & kept
-            ):
+            batch = values.batch_classes.get(subproblem.first + index, frozenset[int]())
+            if batch.intersection(member_classes) and batch.isdisjoint(kept):
                 classes |= kept
         yield index, frozenset(classes)

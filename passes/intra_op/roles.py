@@ -51,7 +51,7 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
     returned = {graph.inputs[i] for _, i in assembly.state_pairs} - stacks
     shared = _shared(graph, returned, stacks)
     if stacks:
-        batch = {v: 1 for v in stacks if graph.types[v].rank > 1 and not graph.types[v].dtype.startswith("key<")}
+        batch = {v: 1 for v in stacks if graph.types[v].rank > 1 and not graph.types[v].is_key}
     else:
         at = batch_inputs(graph, assembly.state_pairs) if batch_at is None else batch_at
         batch = {graph.inputs[i]: int(_is_in_parts(graph, graph.inputs[i])) for i in at}
@@ -116,7 +116,7 @@ def _is_multiplied(graph: Graph, value: int) -> bool:
 
 def _is_of_weights(type: TensorType) -> bool:
     """Whether an array may hold weights: numbers with a fraction, or quantized ones."""
-    return bool(type.rank) and (type.dtype in QUANTIZED or type.dtype.startswith(("float", "bfloat")))
+    return bool(type.rank) and (type.dtype in QUANTIZED or type.is_float)
 
 
 def in_forward(graph: Graph, value: int) -> bool:
@@ -153,9 +153,8 @@ def _weights(subproblem: Subproblem, entering: Mapping[int, int]) -> dict[Value,
         node, control = subproblem.graph.nodes[index], control_join.control
         ports: dict[int, int] = {}
         for value, port_use in zip(node.inputs, control.operands, strict=True):
-            if (source := origin(subproblem, value, weights_here)) is not None and not control.ports[
-                port_use.port
-            ].carry:
+            is_carry, source = control.ports[port_use.port].carry, origin(subproblem, value, weights_here)
+            if source is not None and not is_carry:
                 ports[port_use.port] = weights_here[source] - port_use.stacked
                 ranks[subproblem.number, source] = ports[port_use.port]
         for body, inner in zip(control.bodies, control_join.bodies, strict=True):
@@ -300,10 +299,8 @@ def _onward(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
             for a, b in zip(node.inputs, node.outputs, strict=True):
                 yield from ((_Dim(number, a, d), _Dim(number, b, d)) for d in range(graph.types[a].rank))
         elif operator_group_number is not None:
-            operator_group, at = (
-                grouping.operator_groups[operator_group_number],
-                subproblem.first + operator_group_number,
-            )
+            operator_group = grouping.operator_groups[operator_group_number]
+            at = subproblem.first + operator_group_number
             for before, after in split_for_loop(graph, node, rule):
                 yield _Dim(number, node.inputs[0], before), _Dim(number, node.outputs[0], after)
             classes = [_Class(at, operator_group.find(cls)) for cls in operator_group.factor_classes[index]]

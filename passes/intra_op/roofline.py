@@ -22,8 +22,9 @@ Reference: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wav
 """
 
 CORE_FLOPS_PER_SECOND = 0.3e12
-"""What a core of a GPU computes in float32 without tensor cores, which libraries of solves and decompositions leave
-alone: by data sheets 0.18 TFLOP/s on A100 and 0.2 on V100, 0.5 on H100, L4 and B200, 0.65 on 4090."""
+"""The rate at which a core of a GPU computes in float32 without tensor cores, which libraries of solves and
+decompositions leave alone: by data sheets 0.18 TFLOP/s on A100 and 0.2 on V100, 0.5 on H100, L4 and B200, 0.65 on
+4090."""
 
 SMALL = 128
 """The columns of a float32 matrix of 64 KiB, which fits into the memory of one core (96 KiB on V100, 164 on A100): of

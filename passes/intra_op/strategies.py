@@ -31,11 +31,8 @@ from passes.ir import Graph, TensorType
 from passes.placement import Grouping, OperatorGroup
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import Resharder, ShardingSpec
+from passes.solver import Floats, Indices
 
-__all__ = ["PARTIAL", "AxisChoice", "GroupSignature", "Strategy", "Table", "Tabulator"]
-
-Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
 Types = tuple[TensorType, ...]
 
 MOST_CLASSES = 12
@@ -50,7 +47,7 @@ class Strategy:
     computing.
     """
 
-    picks: AxisChoice
+    axis_choice: AxisChoice
     assignments: tuple[Assignment, ...]
     compute_seconds: float
 
@@ -128,32 +125,33 @@ class Tabulator:
                 numbers[id(rule)] = self._number(operator)
         return [numbers[id(rule)] for rule in grouping.rules]
 
-    def table(self, shape: GroupSignature, source: str) -> Table:
+    def table(self, signature: GroupSignature, source: str) -> Table:
         """The table of an operator group of this signature. Raises NoLegalPlanError, naming its `source`, for none."""
-        if shape not in self._known:
-            table = _Pricing(self, shape).run()
+        if signature not in self._known:
+            table = _Pricing(self, signature).run()
             if table is None:
-                raise NoLegalPlanError(self._unmet(shape, source))
-            self._known[shape] = table
-        return self._known[shape]
+                raise NoLegalPlanError(self._unmet(signature, source))
+            self._known[signature] = table
+        return self._known[signature]
 
-    def members(self, shape: GroupSignature) -> list[Operator]:
+    def members(self, signature: GroupSignature) -> list[Operator]:
         """The operators of a signature."""
-        return [self._operators[number] for number in shape.operators]
+        return [self._operators[number] for number in signature.operators]
 
-    def space(self, shape: GroupSignature) -> StrategySpace:
+    def space(self, signature: GroupSignature) -> StrategySpace:
         """The strategy space of a signature: strategies legal or not on this mesh."""
+        may_be_partial = signature.light or signature.summed is not None
         return strategy_space(
             Signature(
                 axes=self.mesh.axes,
-                options=(*shape.options, PARTIAL) if shape.light or shape.summed is not None else shape.options,
-                summed=shape.summed,
-                forms=tuple([self._forms[number] for number in shape.operators]),
-                operands=shape.operands,
-                makes=shape.makes,
-                visible=shape.visible,
-                absorbed=shape.absorbed,
-                classes=shape.classes,
+                options=(*signature.options, PARTIAL) if may_be_partial else signature.options,
+                summed=signature.summed,
+                forms=tuple([self._forms[number] for number in signature.operators]),
+                operands=signature.operands,
+                makes=signature.makes,
+                visible=signature.visible,
+                absorbed=signature.absorbed,
+                classes=signature.classes,
             )
         )
 
@@ -184,9 +182,9 @@ class Tabulator:
         bare = replace(rule, factors=factors, flops=0.0, light=True, reason="", constrained=None, cut_by=None)
         return SizelessRule(rule=bare, grows=grows)
 
-    def _unmet(self, shape: GroupSignature, source: str) -> str:
+    def _unmet(self, signature: GroupSignature, source: str) -> str:
         """The reason why no strategy is legal: the first constraint of the user's that this mesh cannot meet."""
-        member = next(member for member in self.members(shape) if member.rule.is_bound)
+        member = next(member for member in self.members(signature) if member.rule.is_bound)
         if member.rule.cut_by is not None:
             return _uncuttable(member.writes[0], member.rule.cut_by, self.mesh, source)
         rule = f"no axes of the mesh cut it so; the last one tried is {self.mesh}"
@@ -210,20 +208,20 @@ def _uncuttable(type: TensorType, cut_by: Sequence[tuple[str, ...] | None], mesh
 class _Pricing:
     """One signature on one mesh: the seconds of its strategies, and the cheapest of those with equal interfaces."""
 
-    def __init__(self, tabulator: Tabulator, shape: GroupSignature) -> None:
+    def __init__(self, tabulator: Tabulator, signature: GroupSignature) -> None:
         self.tabulator = tabulator
-        self.shape = shape
-        self.members = tabulator.members(shape)
-        self.space = tabulator.space(shape)
+        self.signature = signature
+        self.members = tabulator.members(signature)
+        self.space = tabulator.space(signature)
         self.types = dict[int, TensorType]()
-        for member, operands, written in zip(self.members, shape.operands, shape.makes, strict=True):
+        for member, operands, written in zip(self.members, signature.operands, signature.makes, strict=True):
             read = ((w, type) for w, type in zip(operands, member.reads, strict=True) if w and w[0] == "in")
             self.types |= {where[1]: type for where, type in read} | dict(zip(written, member.writes, strict=True))
 
     def run(self) -> Table | None:
         """The table; None if no strategy is legal."""
         space = self.space
-        if not space.picks:
+        if not space.axis_choices:
             return None
         compute = self._compute_seconds()
         seconds = np.where(self._legal(), compute + self._reshard_seconds(), np.inf)
@@ -240,14 +238,14 @@ class _Pricing:
         return Table(
             strategies=tuple(
                 Strategy(
-                    picks=space.picks[number],
+                    axis_choice=space.axis_choices[number],
                     assignments=space.assignments[number],
                     compute_seconds=float(compute[number]),
                 )
                 for number in chosen
             ),
             inputs=tuple(dict.fromkeys(zip(space.inputs, rows[:count], strict=True))),
-            makes=dict(zip((*self.shape.visible, *self.shape.absorbed), rows[count:], strict=True)),
+            makes=dict(zip((*self.signature.visible, *self.signature.absorbed), rows[count:], strict=True)),
             seconds=seconds[chosen],
         )
 
@@ -276,7 +274,7 @@ class _Pricing:
         return spent + rearranging + device.launch_seconds
 
     def _rearranging_seconds(self) -> Floats:
-        mesh, total = self.tabulator.mesh, np.zeros(len(self.space.picks))
+        mesh, total = self.tabulator.mesh, np.zeros(len(self.space.axis_choices))
         device = mesh.cluster.group().device
         for position, member in enumerate(self.members):
             if is_ordered(member.rule, device):
@@ -310,19 +308,19 @@ class _Pricing:
         """Bytes that a device reads of the operands and writes of the values that leave the operator group."""
         space, rows = self.space, list[Floats]()
         read = [self._read_nbytes(position, operand) for position, operand in space.reads]
-        unwritten = self.shape.unwritten
-        written = [0 if value in unwritten else self.types[value].nbytes for value in self.shape.visible]
+        unwritten = self.signature.unwritten
+        written = [0 if value in unwritten else self.types[value].nbytes for value in self.signature.visible]
         sizes = np.array([*read, *written], dtype=np.float64)[:, None]
         rows = self.tabulator.divided(sizes, space.depths[space.pieces])
         return _added(rows[: len(read)]) + _added(rows[len(read) :])
 
     def _read_nbytes(self, position: int, operand: int) -> int:
         member = self.members[position]
-        nbytes = 0 if (position, operand) in self.shape.unread else member.reads[operand].nbytes
+        nbytes = 0 if (position, operand) in self.signature.unread else member.reads[operand].nbytes
         return min(nbytes, member.writes[0].nbytes) if operand in member.rule.sparse else nbytes
 
     def _reshard_seconds(self) -> Floats:
-        total = np.zeros(len(self.space.picks))
+        total = np.zeros(len(self.space.axis_choices))
         for moved in self.space.moves:
             type = self.types[moved.value]
             costs = [0.0, *(self.tabulator.resharder.cost(type, before, after) for before, after in moved.pairs)]
@@ -362,7 +360,7 @@ def signature_of(
             return None
         return "out", read.setdefault(value, len(read))
 
-    shape = GroupSignature(
+    signature = GroupSignature(
         operators=tuple([operators[member] for member in members]),
         operands=tuple([tuple([where(value) for value in node.inputs]) for node in nodes]),
         makes=tuple([tuple([inside[value] for value in node.outputs]) for node in nodes]),
@@ -377,7 +375,7 @@ def signature_of(
         unread=frozenset([(m, o) for m, node in enumerate(nodes) for o, v in enumerate(node.inputs) if v in remade]),
         unwritten=frozenset([k for value, k in inside.items() if value in remade]),
     )
-    return shape, list(inside), list(read)
+    return signature, list(inside), list(read)
 
 
 def _largest(operator_group: OperatorGroup, graph: Graph, grouping: Grouping) -> tuple[int, ...]:

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from passes.intra_op.axis_choices import AxisChoice, Signature, Walk, Walker, axis_choices
 from passes.rules import Assignment
 from passes.sharding import ShardingSpec
-
-Indices = NDArray[np.intp]
+from passes.solver import Indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +32,7 @@ class Moves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySpace:
-    """Every strategy that is legal where its axes divide; arrays are parallel to `picks`, and `specs` numbers
+    """Every strategy that is legal where its axes divide; arrays are parallel to `axis_choices`, and `specs` numbers
     placements.
 
     `cuts` [members, strategies] are the sets of axes that divide a member's work, and `masks` [factors, strategies]
@@ -45,7 +43,7 @@ class StrategySpace:
     elsewhere.
     """
 
-    picks: tuple[AxisChoice, ...]
+    axis_choices: tuple[AxisChoice, ...]
     assignments: tuple[tuple[Assignment, ...], ...]
     cuts: Indices
     factors: tuple[tuple[int, int], ...]
@@ -68,7 +66,7 @@ def subsets(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 
 @lru_cache(maxsize=1024)
 def strategy_space(signature: Signature) -> StrategySpace:
-    """The strategy space of a signature, in the order of `picks`."""
+    """The strategy space of a signature, in the order of `axis_choices`."""
     walker = Walker(signature)
     walks = [walk for choice in axis_choices(signature.options, signature.axes) for walk in walker.walks(choice)]
     return _Columns(signature, walker.reads).gathered(walks)
@@ -96,7 +94,7 @@ class _Columns:
         kinds: dict[tuple[int, ...], int] = {}
         factors, masks = self._masks(walks)
         return StrategySpace(
-            picks=tuple(walk.picks for walk in walks),
+            axis_choices=tuple(walk.axis_choice for walk in walks),
             assignments=tuple(tuple(walk.assignments) for walk in walks),
             cuts=_columns([walk.cuts for walk in walks]),
             factors=factors,

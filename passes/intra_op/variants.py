@@ -25,7 +25,8 @@ _COUNTS = (1, 2, 4, 8, 16, 32)
 """The numbers of microbatches that are tried where none is asked for."""
 
 _MORE_COUNTS = (64, 128)
-"""Others that are tried where none of those fits as it is: what a microbatch needs halves, what stays does not."""
+"""The numbers that are tried beyond, where none of those fits as it is: what a microbatch needs halves, what stays does
+not."""
 
 _GOOD_ENOUGH = 1.02
 """A plan this close, as a factor of its seconds, to the step without a limit is good enough: variants of less memory
@@ -39,8 +40,9 @@ residual blocks of 1024 took 1.04 times what a variant does that was 2 % behind,
 of them computed again 1.04 times what they take as written, which was 7 % behind."""
 
 _BY_OFFLOADING = 4.0
-"""How often the time without a limit the step as it is written may take, with state offloaded, and be what others are
-measured by; beyond that a bisection finds what fits. Nine residual layers within .95 of their memory: 2.6, then 2.1."""
+"""The multiple of its time without a limit that the step as it is written may take, with state offloaded, and be what
+others are measured by; beyond that a bisection finds what fits. Nine residual layers within .95 of their memory: 2.6,
+then 2.1."""
 
 _LOW_MEMORY = 4
 """The number of variants of least memory that are kept, to be planned for less of it where none fits."""

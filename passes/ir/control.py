@@ -51,6 +51,11 @@ class Body:
     share: float = 1.0
 
     @property
+    def runs(self) -> float:
+        """The times that it runs whenever its node does, on average; a loop of no iterations counts as one of one."""
+        return max(self.trips, 1) * self.share
+
+    @property
     def is_step(self) -> bool:
         """Whether it has a forward and a backward pass, as that of a loop over microbatches."""
         return {phase(node) for node in self.graph.nodes}.issuperset(("forward", "backward"))

@@ -52,6 +52,26 @@ class TensorType:
     def nbytes(self) -> int:
         return self.size * self.item_nbytes
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether elements are whole numbers, signed or not; booleans are none."""
+        return self.dtype.startswith(("int", "uint"))
+
+    @property
+    def is_float(self) -> bool:
+        """Whether elements are real numbers with a fraction, of any width."""
+        return self.dtype.startswith(("float", "bfloat"))
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether elements are real or complex numbers with a fraction, which sums and quotients round."""
+        return self.is_float or self.dtype.startswith("complex")
+
+    @property
+    def is_key(self) -> bool:
+        """Whether elements are typed keys of JAX's random generators."""
+        return self.dtype.startswith("key<")
+
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 

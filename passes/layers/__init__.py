@@ -5,11 +5,11 @@ from passes.layers.attention import fused_attention
 from passes.layers.batch import OTHERWISE, batch_inputs, loops_over_batch, split_for_loop, taken_for
 from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
-from passes.layers.sample import KEPT, sample_graph
+from passes.layers.sample import SAMPLE_BLOCKS, sample_graph
 
 __all__ = [
-    "KEPT",
     "OTHERWISE",
+    "SAMPLE_BLOCKS",
     "Cuts",
     "adds_up",
     "after_backward",

@@ -160,7 +160,7 @@ def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tup
 def has_rows(graph: Graph, position: int) -> bool:
     """Whether an input may be a part of a batch: it has elements along a leading dimension."""
     type = graph.types[graph.inputs[position]]
-    return bool(type.rank and type.size) and not type.dtype.startswith("key<")
+    return bool(type.rank and type.size) and not type.is_key
 
 
 def taken_for(graph: Graph, positions: Sequence[int]) -> str:
@@ -183,7 +183,8 @@ class _Along:
 
     @classmethod
     def of(cls, graph: Graph, candidates: Sequence[int], *, single: bool = False) -> _Along:
-        """That of the inputs at these positions; dimensions of a `single` element have a class only if asked for."""
+        """The classes along the dimensions of the inputs at these positions; of a `single` element only if asked
+        for."""
         dims = _Dims(single=single)
         firsts = dims.enter(graph)
         classes = {v: [dims.root(firsts[v] + d) for d in range(graph.types[v].rank)] for v in graph.inputs}
@@ -239,7 +240,7 @@ class _Dims:
     single: bool = False
     parents: list[int] = field(default_factory=list[int])
     nodes: list[tuple[float, bool, list[int], list[int]]] = field(default_factory=list)
-    """Of each operator: its flops, whether it is of the forward pass, its dimensions kept and those summed up."""
+    """Each operator: its flops, whether it is of the forward pass, its dimensions kept and those summed up."""
     trips: dict[int, int] = field(default_factory=dict[int, int])
     """The dimension that a loop of the program runs over, by its node, where its iterations stand alone."""
 

@@ -22,7 +22,7 @@ from passes.layers.cuts import crossing_nbytes, even_cuts, work
 from passes.layers.forward import forward_nodes
 
 FEWEST = 3
-"""So many equal blocks are a repetition: two may be an encoder and a decoder, or two halves by chance."""
+"""The fewest equal blocks that are a repetition: two may be an encoder and a decoder, or two halves by chance."""
 
 COVERED = 0.5
 """The share of the forward pass's work that blocks must hold to be cut there: less, and most of it would lie in the

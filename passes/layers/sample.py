@@ -21,7 +21,7 @@ from passes.layers.forward import forward_nodes, forward_scope
 from passes.layers.repeats import blocks
 from passes.rules import rule_of
 
-KEPT = 4
+SAMPLE_BLOCKS = 4
 """The number of blocks that are kept: two at each end. The ends differ from the others, and the two in the middle show
 what each hands to the next; two would show no block that has equal neighbours."""
 
@@ -47,7 +47,7 @@ class SampleGraph:
 def sample_graph(graph: Graph, state_pairs: StatePairs) -> SampleGraph | None:
     """The step with only four of its equal blocks; None if it has no more, or they are not shown to be equal."""
     firsts = blocks(graph)
-    if len(firsts) - 1 <= KEPT:
+    if len(firsts) - 1 <= SAMPLE_BLOCKS:
         return None
     matched = _Matched(
         graph=graph, firsts=firsts, block_of=_blocks_of_nodes(graph, firsts), state_pairs=tuple(state_pairs)

@@ -57,7 +57,7 @@ Summed = Callable[[Mesh, Step, Shape, str], bool]
 
 
 def never_summed(_mesh: Mesh, _step: Step, _part: Shape, _dtype: str) -> bool:
-    """That of a compiler that keeps every reduce-scatter."""
+    """False: the answer of a compiler that keeps every reduce-scatter as it is."""
     return False
 
 

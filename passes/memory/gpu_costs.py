@@ -24,18 +24,18 @@ LIBRARY_MICROSECONDS = 10.0
 """A convolution by a library, which is not estimated: a hundredth of XLA's `kMediumCost`, as there."""
 
 NBYTES_PER_MICROSECOND = 3.35e6
-"""Of the memory of an H100, whose data sheet says so."""
+"""Bytes that the memory of an H100 moves in a microsecond, by its data sheet."""
 
 FLOPS_PER_MICROSECOND, SIDES, MOST_FLOPS_PER_MICROSECOND = 5e8, 2**20, 7.2e8
-"""Of products whose two shorter sides have 1024 elements, thus `SIDES` in all; of others it goes with the fourth root
-of those, up to a limit: fitted, see above."""
+"""The rate of products whose two shorter sides have 1024 elements, thus `SIDES` in all; that of others goes with the
+fourth root of those, up to a limit: fitted, see above."""
 
 FLOAT32_FLOPS_PER_MICROSECOND = 2.1e8
-"""As `FLOPS_PER_MICROSECOND`, of products of float32: fitted, see above."""
+"""The rate of such products of float32: fitted, see above."""
 
 WIDENED_FLOPS_PER_MICROSECOND = 1.18e7
-"""Of products of narrower numbers that are written in float32, as those in parts are: XLA's table has a fiftieth of the
-others for them."""
+"""The rate of products of narrower numbers that are written in float32, as those in parts are: XLA's table has a
+fiftieth of the others for them."""
 
 PRODUCT_MICROSECONDS, FLOAT32_PRODUCT_MICROSECONDS = 4.0, 6.0
 """The least that a product takes, and one of float32: fitted, see above."""

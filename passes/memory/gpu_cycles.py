@@ -66,7 +66,7 @@ CYCLES: Mapping[tuple[int, int], Mapping[str, int]] = MappingProxyType(
 
 
 LAUNCH_SECONDS = 1e-6
-"""Of a kernel: XLA's `kKernelLaunchOverhead`, for every GPU."""
+"""Seconds that a kernel takes to start: XLA's `kKernelLaunchOverhead`, for every GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,4 +91,4 @@ class Arithmetic:
 
 
 H100 = Arithmetic(capability=(9, 0), cycles_per_second=66.9e12, bytes_per_second=3.35e12)
-"""By its data sheet."""
+"""An H100's arithmetic, by its data sheet."""

@@ -16,7 +16,7 @@ REDUCED = "reduce-window-"
 """The beginning of the names of reductions over windows."""
 
 HEAD = "from the first element"
-"""What slices that cut padding off, where none is in front, have in their tags."""
+"""The tag of slices that cut padding off, where none is in front."""
 
 CHOICE = "window"
 """The name of what finds the place of each window's choice."""

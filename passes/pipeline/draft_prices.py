@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from passes.cluster import HostGroup, boundary_seconds
 from passes.inter_op import LowerBound, NamedSchedule, StageCost, Transfer, splits_backward
 from passes.pipeline import prefetch
 from passes.pipeline.lower_bounds import SLACK
@@ -149,15 +148,11 @@ def _allowed(bounds: Sequence[LowerBound], groups: int, stage: int, period: floa
 
 def transfers_of(shape: Shape, table: StageCostTable, known: int, microbatches: int) -> list[Transfer]:
     """The transfers between stages, in as many microbatches as a sample has, or in proportion in others."""
-    hosts, places = table.cluster.group(), shape.places()
     edges = [table.step.edge_nbytes(block, known) * known // microbatches for block in shape.begins[1:]]
     return [
-        _transfer(hosts, here, there, nbytes) for (here, there), nbytes in zip(pairwise(places), edges, strict=True)
+        Transfer(
+            forward_seconds=table.transfer_seconds(here, there, nbytes),
+            backward_seconds=table.transfer_seconds(there, here, nbytes),
+        )
+        for (here, there), nbytes in zip(pairwise(shape.places()), edges, strict=True)
     ]
-
-
-def _transfer(hosts: HostGroup, here: range, there: range, nbytes: int) -> Transfer:
-    return Transfer(
-        forward_seconds=boundary_seconds(hosts, here, there, nbytes),
-        backward_seconds=boundary_seconds(hosts, there, here, nbytes),
-    )

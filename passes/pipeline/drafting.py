@@ -39,15 +39,17 @@ MOST_NODES = 6_000
 """Drafts are planned, after the first that fits, while they have no more operators than this in all."""
 
 MOST_UNFIT = 4
-"""So many of the drafts that need least are planned where no other plan fits; so many of a large step in one turn."""
+"""The drafts that are planned where no other plan fits, those that need least; and those of a large step in one
+turn."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """Drafts of a `step`, for so many `stages`, with the `samples` there are of it so far, by the prices of a `table`.
+    """The drafts of a `step`: pipelines by the prices of a `table`, in the numbers of microbatches of its `samples`.
 
-    No device may need more than the `limits`. Where `counts` are given, there are so many stages. A sample of one
-    microbatch prices the step without stages, too.
+    Samples are of its variants for so many `stages`, whose loops over layers are chunked; `samples` grows as others are
+    asked for. Pipelines have a number of stages that is in `counts`, any if that is empty. No device may need more than
+    the `limits`. A sample of one microbatch prices the step without stages, too.
     """
 
     step: Step

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from passes.errors import PlanningError
-from passes.layers import KEPT, most_layers
+from passes.layers import SAMPLE_BLOCKS, most_layers
 from passes.pipeline.assemble import body_of
 from passes.pipeline.step_blocks import Sample
 from passes.step import Step, Variant
@@ -56,7 +56,7 @@ def finest(sample: Sample, layers: int) -> int:
     """The number of layers, of equally many blocks, that is worth it if a sample leaves blocks out; else `layers`."""
     if not sample.left_out:
         return layers
-    n_blocks = sample.left_out + KEPT
+    n_blocks = sample.left_out + SAMPLE_BLOCKS
     return max(layers, math.ceil(n_blocks / math.ceil(n_blocks / FINEST)))
 
 

@@ -31,7 +31,7 @@ from passes.step import Step
 from passes.text import count
 
 RETRIES, LESS = 3, 0.95
-"""How often stages that do not fit are chosen again, and the share that is kept of what should do."""
+"""The times that stages which do not fit are chosen again, each for this share of the memory that should have done."""
 
 _SHOWN = 6
 """Drafts that a plan tells of."""
@@ -41,10 +41,10 @@ _SHOWN = 6
 class StagedSearch:
     """The search over stages of a `step` in so many `layers`, with the `samples` that there are of it so far.
 
-    Samples and plans are of its variants for so many `stages`, whose loops over layers are chunked.
-    `meshes(n)` lays out n devices, and inputs lie as they are `pinned`. Where `counts` are given, there are
-    so many stages. A sample of one microbatch prices the step without stages, too. Of the plans made
-    that do not keep the limit, `least_memory_plan` needs least.
+    Samples and plans are of its variants for so many `stages`, whose loops over layers are chunked. Pipelines have a
+    number of stages that is in `counts`, any if that is empty. `meshes(n)` lays out n devices, and inputs lie as they
+    are `pinned`. A sample of one microbatch prices the step without stages, too. Of the plans made that do not keep the
+    limit, `least_memory_plan` needs least.
 
     An interruption that the `context` allows ends the search as soon as there are stages: they are planned, and marked.
     """

@@ -49,7 +49,7 @@ class Background:
 
     @classmethod
     def _within(cls, graph: Graph, arguments: Collection[int], leaving: Collection[int]) -> Self:
-        floats = [v for v in arguments if graph.types[v].dtype.startswith(("float", "bfloat"))]
+        floats = [v for v in arguments if graph.types[v].is_float]
         unawaited = _unawaited(graph, leaving)
         by_node = _products_by_node(graph)
         working = [i for i, inside in enumerate(by_node) if inside]
@@ -138,7 +138,7 @@ def _products_by_node(graph: Graph) -> list[defaultdict[str, float]]:
         control = control_of(node, graph)
         for body in control.bodies if control else ():
             for dtype, once in products(body.graph).items():
-                inside[dtype] += max(body.trips, 1) * body.share * once
+                inside[dtype] += body.runs * once
         if not node.subgraphs and rule.is_product:
             inside[graph.types[node.inputs[0]].dtype] += rule.flops
     return flops

@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from passes.cluster import Collective, Kind, Mesh
 from passes.gc_pause import without_gc
 from passes.ir import Graph, Node, Phase, TensorType, control_of, phase
 from passes.placement.background import Background, derived
-from passes.rules import made_anywhere, makes_the_same, rules_of
+from passes.rules import Assignment, ShardingRule, made_anywhere, makes_the_same, rules_of
 from passes.sharding import ANY, Behind, ShardingSpec, Step, replicated
 
 
@@ -25,6 +25,14 @@ class Placement:
     operands: tuple[ShardingSpec, ...]
     results: tuple[ShardingSpec, ...]
     bodies: tuple[Layout, ...] = ()
+
+    @classmethod
+    def of(cls, rule: ShardingRule, assignment: Assignment) -> Self:
+        """The placement of a node when each axis of `assignment` cuts its factor of the node's rule."""
+        return cls(
+            operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
+            results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from passes.sharding import ShardingSpec
 from passes.text import Column, Table, quantities
 
 GROUPS = 20
-"""How many groups of operators the text form spells out, largest first."""
+"""The groups of operators that the text form spells out, largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,14 +55,17 @@ def write(path: str | os.PathLike[str], data: Mapping[str, object]) -> None:
         raise PlanningError(f"{os.fspath(path)}: the plan cannot be written: {error.strerror}") from error
 
 
+_REMEDY = "name a file that plan.save(path) or `autopar plan --out` wrote"
+
+
 def read(path: str | os.PathLike[str]) -> object:
     """The JSON in a file. Raises PlanningError where there is none."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refused)
     except OSError as error:
-        raise PlanningError(f"the plan cannot be read: {error.strerror}") from error
+        raise PlanningError(f"the plan cannot be read: {error.strerror}\n  {_REMEDY}") from error
     except ValueError as error:
-        raise PlanningError(f"this is not JSON: {error}") from error
+        raise PlanningError(f"this is not JSON: {error}\n  {_REMEDY}") from error
 
 
 def _refused(name: str) -> NoReturn:

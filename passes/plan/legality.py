@@ -16,7 +16,7 @@ from passes.ir import Control, Graph, Node, TensorType, control_of
 from passes.placement import Placement, is_free
 from passes.plan.parts import Operator
 from passes.plan.text import placement_text
-from passes.rules import Assignment, ShardingRule, canonical, rule_of
+from passes.rules import ShardingRule, canonical, rule_of
 from passes.sharding import ShardingSpec
 from passes.text import quantities
 
@@ -127,14 +127,7 @@ def _verify_control(operator: Operator, control: Control, mesh: Mesh, where: str
 
 def placements(rule: ShardingRule, mesh: Mesh) -> frozenset[Placement]:
     """Every placement that some assignment of mesh axes to factors gives."""
-    return frozenset(_placement(rule, assignment) for assignment in rule.assignments(mesh))
-
-
-def _placement(rule: ShardingRule, assignment: Assignment) -> Placement:
-    return Placement(
-        operands=tuple(rule.operand_spec(i, assignment) for i in range(len(rule.operands))),
-        results=tuple(rule.result_spec(i, assignment) for i in range(len(rule.results))),
-    )
+    return frozenset(Placement.of(rule, assignment) for assignment in rule.assignments(mesh))
 
 
 def is_legal(placement: Placement, rule: ShardingRule, mesh: Mesh) -> bool:
@@ -156,7 +149,7 @@ def is_legal(placement: Placement, rule: ShardingRule, mesh: Mesh) -> bool:
             assignment = canonical(pairs, mesh)
             if min((f for _, f in pairs), default=0) < 0 or not rule.allows(assignment, mesh):
                 continue
-            if rule.fulfils(assignment, mesh) and _placement(rule, assignment) == placement:
+            if rule.fulfils(assignment, mesh) and Placement.of(rule, assignment) == placement:
                 return True
     return False
 

@@ -35,7 +35,7 @@ class Alternative:
 
 
 MOST_ALTERNATIVES = 12
-"""So many are kept, the cheapest."""
+"""The plans met and not taken that a plan tells of, the cheapest ones."""
 
 
 def merged(*several: Sequence[Alternative]) -> tuple[Alternative, ...]:
@@ -130,7 +130,7 @@ def _operator(node: Node, placement: Placement) -> Operator:
 
 
 POINTS = 60
-"""Of a step at which a report has its bytes."""
+"""The points of a step at which a report has its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ STALE = (
     "The placements were edited: seconds, bytes and collectives are those from before the edit. To count them again: "
     "autopar plan TARGET --planner manual:FILE, or parallelize(step, planner=Manual(FILE)).plan(...)"
 )
-"""What is said of a plan whose numbers were counted for other placements."""
+"""The note on a plan whose numbers were counted for other placements."""
 
 _UNSAID = 1e-3
 """The share of a step below which nothing is said of what collectives hide."""

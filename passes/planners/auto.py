@@ -146,7 +146,7 @@ class Auto:
             step=step,
             limit=limit,
             allowed=_allowed(self, cluster),
-            search=lambda step, offload, most_nbytes, part: self._search(step, cluster, part, offload, most_nbytes),
+            search=lambda step, offload, most_nbytes, part: self.mesh_search(step, cluster, part, offload, most_nbytes),
             context=context,
         )
         try:
@@ -159,7 +159,7 @@ class Auto:
                 """The variant of least memory on another cluster."""
                 variant = step.variant(least.variant() if least else Variant())
                 offload = bool(least and least.offloaded)
-                return self._search(variant, cluster, context, offload, most_nbytes=limit).cheapest_within(limit)
+                return self.mesh_search(variant, cluster, context, offload, most_nbytes=limit).cheapest_within(limit)
 
             raise infeasible_error(error, least, limit, cluster, elsewhere) from None
 
@@ -167,10 +167,10 @@ class Auto:
         """Bytes that a plan may be predicted to need on one device: compiled, it may need a margin more."""
         return _predictable(limit_nbytes(self.memory_limit), cluster)
 
-    def _search(
+    def mesh_search(
         self, step: Step, cluster: Cluster, context: SearchContext, offload: bool, most_nbytes: float
     ) -> MeshSearch:
-        """The program on every mesh on which plans of at most so many bytes may be; the limit is not kept."""
+        """The program on every mesh on which plans of at most `most_nbytes` may be; what it finds may need more."""
         graph = step.graph
         types = [graph.types[v] for v in graph.inputs]
         chosen = pins.placed_inputs(cast("pins.Pins", self.pins), graph.input_names, types)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, cast
 
 from passes.errors import PlanningError, close, explain
@@ -88,6 +88,15 @@ def check_solver(planner: str, solver: object) -> None:
     if not isinstance(solver, SolverOptions):
         remedy = f"write solver=SolverOptions(solver={solver!r:.40})"
         raise PlanningError(explain(f"{planner}(solver={solver!r:.40})", "these are SolverOptions", "", remedy))
+
+
+def listed(planner: str, name: str, values: Any) -> tuple[Any, ...]:
+    """The values that a user listed, one for each submesh. Raises PlanningError for no list of them, such as a dict."""
+    each = None if isinstance(values, Mapping) else _listed(values)
+    if each is None:
+        rule = "these are one for each submesh, None for any"
+        raise PlanningError(explain(f"{planner}({name}={values!r:.60})", rule, "", f"write, say, {name}=(None, None)"))
+    return each
 
 
 def _listed(values: Any) -> tuple[Any, ...] | None:

@@ -12,8 +12,8 @@ from passes.memory import margin_of
 from passes.plan import AnyPlan, PipelinePlan, Plan
 from passes.text import count, nbytes
 
-_MOST = 8
-"""Times the devices that are tried."""
+_TIMES = (2, 4, 8)
+"""Times the devices that are tried: each takes a search of its own."""
 
 
 def infeasible_error(
@@ -63,16 +63,13 @@ def device_memory_nbytes(cluster: Cluster) -> float:
 
 
 def allowed(cluster: Cluster, memory_limit: float | None) -> tuple[float, str]:
-    """(bytes that a device may need, in words): as asked for, else the device's own."""
+    """(bytes that a device may need, in words): as asked for, else the device's own; no words where it has no bound."""
     if memory_limit is not None:
         return memory_limit, f"memory_limit={memory_limit:,} bytes"
     device_nbytes = device_memory_nbytes(cluster)
-    return (
-        device_nbytes,
-        f"cluster {cluster.name!r}, whose devices have {nbytes(device_nbytes)} each"
-        if device_nbytes < math.inf
-        else "",
-    )
+    if math.isinf(device_nbytes):
+        return device_nbytes, ""
+    return device_nbytes, f"cluster {cluster.name!r}, whose devices have {nbytes(device_nbytes)} each"
 
 
 def check(plan: AnyPlan, cluster: Cluster, memory_limit: float | None, where: str) -> None:
@@ -120,13 +117,12 @@ def stages_infeasible_error(
 
 
 def _form(plan: Plan) -> str:
-    n_recomputed = sum(choice == "inputs" for choice in plan.remat)
+    """The variant of a plan in words."""
     microbatches = count(plan.microbatches, "microbatch", "microbatches")
-    return (
-        f"{microbatches}, {count(n_recomputed, 'layer')} of {len(plan.remat)} keeping inputs alone"
-        if plan.remat
-        else microbatches
-    )
+    if not plan.remat:
+        return microbatches
+    n_recomputed = sum(choice == "inputs" for choice in plan.remat)
+    return f"{microbatches}, {count(n_recomputed, 'layer')} of {len(plan.remat)} keeping inputs alone"
 
 
 def _each(limit: float, cluster: Cluster) -> str:
@@ -143,21 +139,18 @@ def _more_memory(least: AnyPlan, limit: float, cluster: Cluster) -> str:
 
 
 def _more_devices(cluster: Cluster, plan: Callable[[Cluster], Plan | None]) -> Iterator[str]:
-    """The first of 2, 4 and 8 times as many devices that holds a plan, if a plan can be of other numbers of devices."""
-    times = 2
-    while times <= _MOST:
+    """The fewest of `_TIMES` as many devices that hold a plan, in words; nothing where none do."""
+    for times in _TIMES:
         larger = _times(cluster, times)
         try:
             more = plan(larger)
         except OverBudgetError:
-            more = None
+            continue
         except PlanningError:  # a mesh that the user fixed, or the program's own, takes the devices that there are
             return
-        if more is None:
-            times *= 2
-            continue
-        yield f"{count(larger.n_devices, 'device')} ({nbytes(more.peak_nbytes)} each)"
-        return
+        if more is not None:
+            yield f"{count(larger.n_devices, 'device')} ({nbytes(more.peak_nbytes)} each)"
+            return
 
 
 def _times(cluster: Cluster, times: int) -> Cluster:

@@ -28,6 +28,7 @@ from passes.planners.checks import (
     check_schedule,
     check_solver,
     checked_submeshes,
+    listed,
     set_integers,
 )
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
@@ -223,10 +224,10 @@ class Pipeline:
         check_layers("Pipeline", self.layers)
         check_solver("Pipeline", self.solver)
         object.__setattr__(self, "submeshes", checked_submeshes("Pipeline", self.submeshes))
-        object.__setattr__(self, "meshes", tuple(map(_checked_mesh, self.meshes)))
+        object.__setattr__(self, "meshes", tuple(map(_checked_mesh, listed("Pipeline", "meshes", self.meshes))))
         object.__setattr__(self, "pins", pins.checked_pins(self.pins))
         object.__setattr__(self, "forbid", pins.checked_kinds(None, self.forbid))
-        object.__setattr__(self, "options", tuple(map(_checked_options, self.options)))
+        object.__setattr__(self, "options", tuple(map(_checked_options, listed("Pipeline", "options", self.options))))
         for name, each in (("meshes", self.meshes), ("options", self.options)):
             if each and len(each) != self.stages:
                 rule = f"it names {len(each)} {name}, and there are {self.stages} submeshes"
@@ -254,8 +255,9 @@ class Pipeline:
         firsts = stage_cuts(body_of(step.graph), self.stages * self.interleave, self.layers)
 
         def plan_stage(part: Step, stage: int) -> Plan:
-            meshes = self._laid_out(cluster, stage % self.stages, sizes[stage % self.stages])
-            restrict = pinned if (pinned := by_name[stage % self.stages]).pins else None
+            submesh = stage % self.stages
+            meshes = self._laid_out(cluster, submesh, sizes[submesh])
+            restrict = by_name[submesh] if by_name[submesh].pins else None
             return best(f"stage {stage}", part.graph, meshes, part.state_pairs, part.donated, self.solver, restrict)
 
         schedule = _schedule(self.schedule, self.interleave)

@@ -73,9 +73,9 @@ def limit_nbytes(*limits: object) -> int | None:
     if written is None:
         return None
     nbytes = parse_nbytes(written) if isinstance(written, str) else plain_integer(written)
-    if isinstance(nbytes, int | float) and not isinstance(nbytes, bool) and 0 < nbytes < math.inf:
+    if isinstance(nbytes, int | float) and not isinstance(nbytes, bool) and 1 <= nbytes < math.inf:
         return int(nbytes)
-    rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"
+    rule = "a limit is a number of bytes from 1, or words such as '12 GiB'"
     remedy = "leave it out for the device's own memory"
     raise PlanningError(explain(f"memory_limit={written!r:.60}", rule, "", remedy))
 

@@ -16,13 +16,13 @@ from passes.step import Step
 from passes.text import nbytes, quantities
 
 LARGE = 0.1
-"""The share of the state that may stay whole without a word."""
+"""The share of the state that may stay whole without a warning, chosen."""
 
 MOST = 0.5
-"""The share of the work of products that may be whole on every device without a word."""
+"""The share of the work of products that may be whole on every device without a warning, chosen."""
 
 Work = tuple[float, bool, str, str]
-"""Of an operator: its flops, whether it is cut, its source line, and that of the loop that it is in."""
+"""An operator's flops, whether it is cut, its source line, and that of the loop that it is in."""
 
 
 def warn_of_whole_state(plan: Plan, graph: Graph, state: Sequence[int]) -> None:
@@ -72,7 +72,7 @@ def _works(graph: Graph, layout: Layout, times: float = 1.0, loop: str = "") -> 
         if control is not None:
             for body, inside in zip(control.bodies, placement.bodies, strict=True):
                 is_loop = body.trips > 1
-                yield from _works(body.graph, inside, times * body.trips * body.share, node.source if is_loop else loop)
+                yield from _works(body.graph, inside, times * body.runs, node.source if is_loop else loop)
         elif rule.is_product:
             is_cut = any(any(spec.dims) or spec.partial for spec in (*placement.operands, *placement.results))
             yield times * rule.flops, is_cut, node.source, loop

@@ -70,8 +70,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
 @rule("div")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    inexact = results[0].dtype.startswith(("float", "bfloat", "complex"))
-    return pointwise(operands, results, linear=((0,),) if inexact else ())
+    return pointwise(operands, results, linear=((0,),) if results[0].is_inexact else ())
 
 
 @rule("convert_element_type")

@@ -32,14 +32,10 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         [(lhs, left_labels), (rhs, right_labels)],
         [(results[0], [*shared, *free])],
         reduce=contracted,
-        linear=((0,), (1,)) if all(map(_is_inexact, (lhs, rhs))) else (),
+        linear=((0,), (1,)) if lhs.is_inexact and rhs.is_inexact else (),
         flops=2.0 * results[0].size * depth,
         light=False,
     )
-
-
-def _is_inexact(type: TensorType) -> bool:
-    return type.dtype.startswith(("float", "bfloat", "complex"))
 
 
 @rule("ragged_dot_general")

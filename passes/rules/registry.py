@@ -235,7 +235,7 @@ _KNOWN: dict[tuple[str, int, Types, Types], tuple[Mapping[str, object], Sharding
 """Rules by content, with the parameters that they were made from: an id stands for those as long as they are held."""
 
 MOST_KNOWN = 1 << 14
-"""So many rules are remembered."""
+"""The rules that are remembered before all are forgotten."""
 
 
 def rule(*primitives: str, free: bool = False) -> Callable[[RuleFunction], RuleFunction]:

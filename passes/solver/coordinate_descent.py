@@ -13,7 +13,7 @@ _ROUNDS = 8
 """Passes over all nodes at most: work, so that an answer does not depend on the machine's load."""
 
 _PENALTY = 1e3
-"""What bytes beyond a budget cost, as a multiple of the whole answer's seconds for the whole budget."""
+"""The cost of bytes beyond a budget, as a multiple of the whole answer's seconds for the whole budget."""
 
 
 def coordinate_descent(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:

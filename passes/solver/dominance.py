@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from passes.solver.problem import Edge, Floats, Indices, ShardingProblem, Sums
 
 _ROUNDING = 1e-12
-"""Of the seconds that are compared: sums in another order differ by less in double precision."""
+"""The share by which equal seconds may differ: sums in another order differ by less in double precision."""
 
 
 class Replacements:

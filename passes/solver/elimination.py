@@ -52,7 +52,7 @@ _MOST_KEY = 2**40
 """Keys of contexts beyond which they are numbered anew, so that one more factor does not overflow 64 bits."""
 
 _BEYOND = 4.0
-"""What is impossible costs this many times what all else can cost together."""
+"""The cost of what is impossible, as a multiple of what all else can cost together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

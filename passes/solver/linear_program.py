@@ -41,7 +41,7 @@ _BANNER = (b"Running HiGHS", b"Includes third-party software")
 _HUSHING = threading.Lock()
 
 CUTOFF = "cutoff"
-"""How a relaxation ends that takes no less than was asked."""
+"""The status of a relaxation that was left since it takes no less than was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

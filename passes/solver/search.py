@@ -64,13 +64,13 @@ _PASSES = 8
 """Passes of messages that raise a bound: 4 leave twice the gap; more gain less than another look at what is loose."""
 
 _RAISES = 3
-"""Times that a bound is raised within as many edges."""
+"""The most times that a bound is raised within as many edges."""
 
 _GAIN = 0.1
 """The share of the gap that raising a bound must close for more to be tried."""
 
 _BETTER = 1e-2
-"""How much better an answer must be for strategies to be fixed, and what is left eliminated, once more."""
+"""The share by which an answer must be better for strategies to be fixed, and what is left eliminated, once more."""
 
 _FEWER = 0.1
 """The share of entries to which that must lead: else it finds what was found before."""
@@ -277,7 +277,6 @@ class Search:
         """Branches and bounds on the relaxation of merged nodes; where none is merged, that proves the whole."""
         if self.merged is None or self.program is None or self.clock.is_late:
             return
-
         branching = Branching(self.program, self._offer_merged, self.cutoff, self.options.gap)
         branching.run(self.objective, self.bound if self.merged.is_whole else 0.0, self.clock)
         if self.best is not None:
@@ -339,7 +338,8 @@ def least_memory_choice(problem: ShardingProblem, options: SolverOptions | None 
     if program.objective <= 0:  # nothing is needed
         return tuple(program.choice()[cls] for cls in merged.classes)
     limits = (replace(b, limit=b.limit * program.objective) for b in merged.problem.budgets)
-    best = coordinate_descent(strict := replace(merged.problem, budgets=tuple(limits)), program.choice())
+    strict = replace(merged.problem, budgets=tuple(limits))
+    best = coordinate_descent(strict, program.choice())
     if _excess(strict, best) > 1 + _LEAST_MEMORY:
         least_program = StrategyProgram(merged.problem, whole=True, least_memory=True)
         least_program.run(gap=_LEAST_MEMORY, seconds=options.time_limit)

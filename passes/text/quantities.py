@@ -8,7 +8,7 @@ from collections.abc import Callable
 from numbers import Integral
 
 Text = Callable[[float], str]
-"""How one kind of quantity is written."""
+"""The function from a quantity of one kind to its text."""
 
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _NBYTES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")

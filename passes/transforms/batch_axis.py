@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from passes.ir import Body, Control, Graph, Node, control_of, phase
@@ -21,7 +21,7 @@ PICKED = "rows are picked by an index that may be of any row of the batch, as of
 """The reason why what reads them has no place in a microbatch."""
 
 _NOWHERE = replicated(0)
-"""Of literals and free values."""
+"""The placement of literals and free values, which are made wherever they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +246,9 @@ class Walk:
         if placement := _cut(self, index, is_any=self.waits):
             return placement
         if self.time.count == 1 or (self.coupling == "independent" and not rule.reason):
-            operand_specs = _whole(node, self.graph)
-            if all(map(self.fits, node.inputs, operand_specs.operands)):
-                return operand_specs
+            whole = _whole(node, self.graph)
+            if all(map(self.fits, node.inputs, whole.operands)):
+                return whole
         return Refusal(node=node, words=self._why_not(node, rule))
 
     def _why_not(self, node: Node, rule: ShardingRule) -> str:
@@ -270,7 +270,7 @@ class Walk:
         return bool(self.rules[maker].sparse) or any(map(self._is_picked, sums))
 
     def _is_key(self, value: int) -> bool:
-        return self.graph.types[value].dtype.startswith("key<")
+        return self.graph.types[value].is_key
 
     def _is_sum(self, value: int) -> bool:
         return value in self.varying and bool(self.home[value].partial)
@@ -305,10 +305,9 @@ def _cut(walk: Walk, index: int, *, is_any: bool) -> Placement | None:
         assignment = ((AXIS, factor),)
         if properties.size % walk.time.count or not (is_any or properties.reduction in ("", "add", ANY)):
             continue
-        operands = tuple(rule.operand_spec(o, assignment) for o in range(len(node.inputs)))
-        if all(map(walk.fits, node.inputs, operands)):
-            results = (rule.result_spec(r, assignment) for r in range(len(node.outputs)))
-            return Placement(operands=operands, results=tuple(map(_of_its_own, results)))
+        placement = Placement.of(rule, assignment)
+        if all(map(walk.fits, node.inputs, placement.operands)):
+            return replace(placement, results=tuple(map(_of_its_own, placement.results)))
     return None
 
 

@@ -71,10 +71,10 @@ def _in_pieces(walk: Walk, index: int, demanded: Mapping[int, set[ShardingSpec]]
     for factor in range(len(rule.factors)):
         assignment = ((AXIS, factor),)
         if rule.factors[factor].size % walk.time.count == 0 and rule.result_spec(0, assignment) == spec:
-            operands = tuple(rule.operand_spec(o, assignment) for o in range(len(node.inputs)))
-            if not any(o.partial for o in operands):
+            placement = Placement.of(rule, assignment)
+            if not any(operand.partial for operand in placement.operands):
                 walk.home[node.outputs[0]] = spec
-                return Placement(operands=operands, results=(spec,))
+                return placement
     return None
 
 

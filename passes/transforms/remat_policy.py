@@ -10,7 +10,7 @@ from passes.placement import is_free
 from passes.rules import rule_of
 
 Kept = Literal["everything", "matmuls", "inputs"]
-"""What a layer keeps for its backward pass."""
+"""The values that a layer keeps for its backward pass."""
 
 KEPT: tuple[Kept, ...] = get_args(Kept)
 

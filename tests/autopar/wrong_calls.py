@@ -264,6 +264,7 @@ CALLS = {
         "here(printed_by_layers, microbatches=4, donate_argnums=0).plan(PARAMS, BATCH)",
         "here(step, batch_argnames='images').plan(PARAMS, BATCH)",
         "here(step, batch_argnums='batch')",
+        "here(step, batch_argnums=-3).plan(PARAMS, BATCH)",
         "here(updated).plan(X)",
         "here(over_one_axis).plan(X)",
         "here(over_half_of_the_devices, cluster=CLUSTER).plan(X)",

@@ -211,6 +211,18 @@ def test_keyword_and_static_arguments():
     assert last.graph.input_names == ("xs[0]",)
 
 
+def test_positions_of_the_batch_count_as_static_ones_do():
+    def f(state, batch, rate=0.1):
+        return state - rate * batch
+
+    assert trace(f, (struct(4), struct(4)), {}, batch_argnums=-1).named == (False, True)
+    assert trace(f, (struct(4), struct(4)), {}, batch_argnums=-2).named == (True, False)
+    assert autopar.parallelize(f, batch_argnums=np.int64(1)).trace(struct(4), struct(4)).named == (False, True)
+    for outside in (2, -3):
+        with pytest.raises(ArgumentError, match=f"batch_argnums={outside}: it names no array of this call"):
+            trace(f, (struct(4), struct(4)), {}, batch_argnums=outside)
+
+
 def test_unhashable_static_argument_is_explained():
     def f(x, sizes):
         return x.reshape(sizes)

@@ -141,13 +141,7 @@ def scattered(traced: Traced, seed: int) -> Plan:
     operators: list[Operator] = []
     for index, node in enumerate(graph.nodes):
         rule = rule_of(node, graph)
-        legal = [
-            Placement(
-                operands=tuple(rule.operand_spec(i, a) for i in range(len(node.inputs))),
-                results=tuple(rule.result_spec(i, a) for i in range(len(node.outputs))),
-            )
-            for a in rule.assignments(MESH)
-        ]
+        legal = [Placement.of(rule, assignment) for assignment in rule.assignments(MESH)]
         reachable = [
             placement
             for placement in legal

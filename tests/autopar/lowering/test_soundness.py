@@ -187,10 +187,7 @@ def evaluate(traced: Traced, args: tuple[object, ...]) -> dict[int, jax.Array]:
     values |= {value: literal(number, graph.types[value]) for value, number in graph.literals.items()}
     for index, node in enumerate(graph.nodes):
         rule = rule_of(node, graph)
-        uncut = Placement(
-            operands=tuple(rule.operand_spec(i, ()) for i in range(len(node.inputs))),
-            results=tuple(rule.result_spec(i, ()) for i in range(len(node.outputs))),
-        )
+        uncut = Placement.of(rule, ())
         results = bind(cut_of(graph, index, traced.equations[index], uncut, MESH), [values[v] for v in node.inputs])
         values |= zip(node.outputs, results, strict=True)
     return values
@@ -206,11 +203,7 @@ def cuts(traced: Traced, index: int, most: int = SAMPLE) -> Iterator[Cut]:
     count = min(most, len(along_both))
     picked = np.random.default_rng(0).choice(len(along_both), count, replace=False) if count else []
     for assignment in (*along_x, *(along_both[i] for i in picked)):
-        placement = Placement(
-            operands=tuple(rule.operand_spec(i, assignment) for i in range(len(node.inputs))),
-            results=tuple(rule.result_spec(i, assignment) for i in range(len(node.outputs))),
-        )
-        yield cut_of(traced.graph, index, traced.equations[index], placement, MESH)
+        yield cut_of(traced.graph, index, traced.equations[index], Placement.of(rule, assignment), MESH)
 
 
 def check(cuts: list[Cut], traced: Traced, values: dict[int, jax.Array]) -> None:

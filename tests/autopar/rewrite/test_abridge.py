@@ -18,7 +18,7 @@ from passes import inter_op
 from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES, Submesh
 from passes.intra_op import layouts
-from passes.layers import KEPT, blocks, in_blocks, sample_graph
+from passes.layers import SAMPLE_BLOCKS, blocks, in_blocks, sample_graph
 from passes.pipeline import Limits, Sample, StagedSearch, body_of, prefetch
 from passes.pipeline import search as staged
 from passes.pipeline.drafting import Drafting
@@ -122,7 +122,7 @@ def searching(traced, samples, layers, limit=1e15):
 def test_a_sample_has_the_blocks_of_the_step(module):
     traced, short = language_model(module), sample(module)
     whole = Sample(graph=in_four(module).graph, state_pairs=traced.state_pairs)
-    assert short.left_out == LAYERS - KEPT
+    assert short.left_out == LAYERS - SAMPLE_BLOCKS
     assert len(short.graph.nodes) < 0.8 * len(whole.graph.nodes)
     kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.step.blocks(4)] for one in (short, whole)]
     assert len(kinds[0]) == len(kinds[1]) == LAYERS + 2
@@ -146,7 +146,7 @@ def test_a_search_on_samples_finds_what_one_on_the_step_does():
 def test_the_order_of_names_does_not_matter():
     found = sample_graph((traced := mlp([jax.nn.relu] * 12)).graph, traced.state_pairs)
     assert found is not None
-    assert found.left_out == len(blocks(traced.graph)) - 1 - KEPT
+    assert found.left_out == len(blocks(traced.graph)) - 1 - SAMPLE_BLOCKS
     state = {found.graph.types[found.graph.inputs[i]] for _, i in found.state_pairs}
     assert len(found.state_pairs) < len(traced.state_pairs)
     assert state == {traced.graph.types[traced.graph.inputs[i]] for _, i in traced.state_pairs}
@@ -239,7 +239,7 @@ def test_a_value_that_all_blocks_read_stays():
     traced = mlp([jax.nn.relu] * 12, skip=True)
     found = sample_graph(traced.graph, traced.state_pairs)
     assert found is not None
-    assert found.left_out == 12 - KEPT
+    assert found.left_out == 12 - SAMPLE_BLOCKS
     assert len(traced.graph.inputs) - len(found.inputs) == 4 * found.left_out  # a weight, a bias, and their moments
     found.graph.verify()
 

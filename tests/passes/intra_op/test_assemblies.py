@@ -107,10 +107,10 @@ def test_seconds_of_computing_are_those_of_the_strategies() -> None:
 
 def test_flops_of_products_are_divided_by_the_parts() -> None:
     flops = 2 * (2 * 8 * 16 * 32)
-    assert product_flops(GRAPH, GROUPING, whole().placements, MESH) == flops
+    assert product_flops(GROUPING, whole().placements, MESH) == flops
     assembly = assembled()
     answer = solve(zero(1)(assembly).problem, SolverOptions())
-    assert product_flops(GRAPH, GROUPING, assembly.layout(answer.choice).placements, MESH) == flops / MESH.size
+    assert product_flops(GROUPING, assembly.layout(answer.choice).placements, MESH) == flops / MESH.size
 
 
 def test_a_budget_rules_out_the_answer_that_it_was_made_for() -> None:

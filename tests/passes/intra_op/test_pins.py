@@ -70,6 +70,8 @@ def test_a_pinned_plan_computes_what_jit_does():
         ({"pins": {"up/kernel": P(3)}}, "is not None, a mesh axis"),
         ({"pins": {"up/kernel": 3}}, "a placement is a PartitionSpec"),
         ({"pins": {"up/kernel": "x"}}, "a placement is a PartitionSpec"),
+        ({"pins": {"up/kernel": "[x,]"}}, "'' is no mesh axis"),
+        ({"pins": {"up/kernel": "[x, x]"}}, "axis 'x' is written 2 times, and an axis cuts once"),
         ({"pins": 3}, "pins are a dict"),
         ({"mesh": {"x": 3}}, "this makes 3 devices"),
         ({"mesh": {"x": "8"}}, "a mesh is a dict"),

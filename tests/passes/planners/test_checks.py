@@ -21,6 +21,8 @@ from passes.solver import SolverOptions
     ("kind", "options", "message"),
     [
         (Auto, {"max_axes": True}, "Auto(max_axes=True): should be a whole number from 1"),
+        (Auto, {"memory_limit": 0.5}, "memory_limit=0.5: a limit is a number of bytes from 1"),
+        (Auto, {"memory_limit": "0.3 B"}, "memory_limit='0.3 B': a limit is a number of bytes from 1"),
         (Auto, {"layers": 0}, "Auto(layers=0): should be a whole number from 1"),
         (Auto, {"layers": 2.5}, "Auto(layers=2.5): should be a whole number from 1"),
         (Auto, {"seconds": -1}, "Auto(seconds=-1): a limit is a number of seconds"),
@@ -42,6 +44,8 @@ from passes.solver import SolverOptions
         (Pipeline, {"stages": 2, "microbatches": 2, "submeshes": 4}, "Pipeline(submeshes=4): these are the devices"),
         (Pipeline, {"stages": 2, "microbatches": 2, "submeshes": (2.5, 1.5)}, "these are the devices of each submesh"),
         (Pipeline, {"stages": 2, "microbatches": 2, "options": ({"max_axes": 0}, None)}, "Pipeline(max_axes=0)"),
+        (Pipeline, {"stages": 2, "microbatches": 2, "meshes": 5}, "Pipeline(meshes=5): these are one for each submesh"),
+        (Pipeline, {"stages": 2, "microbatches": 2, "options": {"max_axes": 1}}, "these are one for each submesh"),
         (Pipeline, {"stages": 2, "microbatches": 2, "layers": 3}, "Pipeline(layers=3): this is a pattern of names"),
         (GPipe, {"stages": 2, "microbatches": 2, "layers": None}, "GPipe(layers=None): this is a pattern of names"),
         (GPipe, {"stages": 2, "microbatches": 0}, "GPipe(microbatches=0): should be a whole number from 1"),
