@@ -25,7 +25,7 @@ def step(state: Any, new: jax.Array) -> tuple[Any, jax.Array]:
     return {"rows": rows, "next": after, "weights": state["weights"] - gradient}, value
 
 
-def arguments(rows: int, width: int, new: int) -> tuple[Any, jax.Array]:
+def arguments(rows: int, width: int, new: int) -> tuple[Any, Any]:
     draw = np.random.default_rng(0)
     state = {"rows": draw.normal(size=(rows, width)), "next": np.int32(rows - 2 * new - 1), "weights": np.eye(width)}
     return state, draw.normal(size=(new, width))
@@ -41,7 +41,7 @@ def test_each_device_keeps_rows_of_its_own(planner: autopar.Planner, limit: int 
     types = {"rows": (ROWS, WIDTH), "next": (), "weights": (WIDTH, WIDTH)}
     state = {name: jax.ShapeDtypeStruct(shape, "float32" if shape else "int32") for name, shape in types.items()}
     parallel = autopar.parallelize(step, planner=planner, cluster="8:a100-80g", memory_limit=limit, donate_argnums=0)
-    plan = parallel.plan(state, jax.ShapeDtypeStruct((NEW, WIDTH), "float32"))
+    plan: Any = parallel.plan(state, jax.ShapeDtypeStruct((NEW, WIDTH), "float32"))
     at = dict(zip(plan.input_names, plan.inputs, strict=True))["state['rows']"]
     assert at.local_shape((ROWS, WIDTH), plan.mesh) == (ROWS // 8, WIDTH)
     assert all(c.nbytes <= WIDTH * WIDTH * 4 for c in plan.collectives)
