@@ -42,6 +42,6 @@ def test_each_layer_keeps_the_scores_of_its_rows(planner: autopar.Planner):
 def test_the_step_is_jits():
     draw = np.random.default_rng(0)
     with jax.enable_x64():
-        args = [draw.normal(size=(16, 16)) for _ in range(2)], draw.normal(size=(8, 8, 16))
+        args: Any = [draw.normal(size=(16, 16)) for _ in range(2)], draw.normal(size=(8, 8, 16))
         ours = autopar.parallelize(step, planner=autopar.DataParallel())(*args)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), ours, jax.jit(step)(*args))
