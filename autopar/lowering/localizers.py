@@ -143,6 +143,31 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
     return rebind(cut, (_settled(target, mine), mine, updates), mode=GatherScatterMode.FILL_OR_DROP)
 
 
+@localizes("dynamic_update_slice")
+def _(cut: Cut, operands: Arrays) -> Arrays:
+    """Along a dimension that is cut, the part of the update that falls into this piece.
+
+    A window of the piece, of no more than the update's extent, is read, and written again with that part in it.
+    """
+    target, update, *starts = operands
+    dims, wholes, extents = cut.placement.operands[0].dims, cut.operands[0].shape, cut.operands[1].shape
+    parted = [d for d, axes in enumerate(dims) if axes and extents[d] < wholes[d]]
+    if not parted:
+        return rebind(cut, operands)
+    starts = [_signed(start[None], [whole])[0] for start, whole in zip(starts, wholes, strict=True)]
+    is_ours = jnp.bool_(True)
+    for d in parted:
+        extent, rows, window = extents[d], target.shape[d], min(extents[d], target.shape[d])
+        start = jnp.clip(starts[d], 0, wholes[d] - extent) - offset(cut, dims[d], rows, starts[d].dtype)
+        starts[d] = jnp.clip(start, 0, rows - window)
+        from_update = lax.iota(start.dtype, window) + (starts[d] - start)
+        update = jnp.take(update, from_update, axis=d, mode="clip")
+        is_in_update = (from_update >= 0) & (from_update < extent)
+        is_ours &= lax.expand_dims(is_in_update, [other for other in range(target.ndim) if other != d])
+    update = jnp.where(is_ours, update, lax.dynamic_slice(target, starts, update.shape))
+    return rebind(cut, (target, update, *starts))
+
+
 def _settled(piece: jax.Array, indices: jax.Array) -> jax.Array:
     """A piece that XLA takes as it is, where there is a single index.
 

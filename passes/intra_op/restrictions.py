@@ -21,7 +21,7 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
 from passes.intra_op.axis_choices import PARTIAL
-from passes.intra_op.roles import Roles, Value, frozen, in_forward, origin, recurrent, roles
+from passes.intra_op.roles import Roles, Value, a_loop_runs_over, frozen, in_forward, origin, recurrent, roles
 from passes.intra_op.strategies import Strategy
 from passes.ir import Graph, StatePairs, phase
 from passes.layers import OTHERWISE, taken_for
@@ -32,6 +32,11 @@ from passes.transforms import microbatch_stacks
 
 Restriction = Callable[[Assembly], Assembly]
 """An assembly to one with fewer strategies, as a planner by hand has; raises PlanningError if none are left."""
+
+BATCH_FIRST = (
+    "a loop's iterations follow each other: if it runs over time, put the batch first in what the step takes; "
+)
+"""What comes before other remedies where a loop runs over what was taken for the batch."""
 
 _ROUNDING = 1e-9
 """The share by which equal sums of bytes may differ: they are sums over shares, which are not whole."""
@@ -70,7 +75,8 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[st
             rule = f"{parts} devices on {along} do not divide its {of_each} {size}"
             context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
             fewer = "fewer microbatches, " if batch[value] else ""
-            remedy = f"use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
+            time = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ""
+            remedy = f"{time}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
             raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
 
 

@@ -222,6 +222,15 @@ def _batch_classes(
     return on_batch, {node: classes for node, classes in aligned.items() if node not in on_batch}
 
 
+def a_loop_runs_over(root: Subproblem, batch: Mapping[int, int]) -> bool:
+    """Whether a loop takes what these inputs have along these dimensions one after the other."""
+    onward: dict[_Place, list[_Place]] = defaultdict(list)
+    for before, after in itertools.chain.from_iterable(map(_onward, root.all())):
+        onward[before].append(after)
+    reached = _reached([_Dim(root.number, value, dim) for value, dim in batch.items()], onward)
+    return any(True for each in root.all() for _ in _inside_parts(each, reached))
+
+
 def _inside_parts(subproblem: Subproblem, reached: Collection[_Place]) -> Iterator[_Place]:
     """The first dimension of each part in which a loop runs over the batch: nothing else of it is left to be cut."""
     number, graph = subproblem.number, subproblem.graph

@@ -103,11 +103,15 @@ def _is_slowed(rule: ShardingRule, device: DeviceSpec) -> bool:
     """Whether an operator is a product on a device on which its shape matters.
 
     Convolutions are no tiled products on GPUs, whose libraries have other algorithms for them (Winograd, FFT), and no
-    measurement that we know of says how their shapes matter: all reach what large products do.
+    measurement that we know of says how their shapes matter: all reach what large products do. A product of
+    vectors, of two or side by side, XLA makes a sum there, which takes as long as they are read.
+
+    Reference: `GpuAlgebraicSimplifierVisitor::ShouldStrengthReduceDotToReduce` of XLA.
     """
     is_tiled = device.cores and rule.window == 1.0
     is_heavy = not rule.light and rule.flops and not rule.columns
-    return bool((device.half_extent or is_tiled) and is_heavy and len(rule.operands) == 2)
+    is_sum = device.cores and rule.is_product and extents(rule, {})[:2] == (1, 1)
+    return bool((device.half_extent or is_tiled) and is_heavy and len(rule.operands) == 2 and not is_sum)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -224,8 +224,8 @@ class _Grouper:
                     operator_group.unite(first, ours)
 
     def _host(self, index: int, when: Phase) -> int | None:
-        """The operator group that a light node joins: that of its largest operand, the latest of equals, in its own
-        phase.
+        """The operator group that a light node joins: that of its largest operand, in its own phase; of equals the
+        latest, and no mask that is repeated: the scores of several layers are behind the same one.
         """
         graph, node = self.graph, self.graph.nodes[index]
         producers, literals, roots = graph.producers, graph.literals, self.roots
@@ -280,10 +280,12 @@ class _Grouper:
             value = self.roots.get(read, read)
         return value
 
-    def _rank(self, value: int) -> tuple[int, bool, int]:
-        number = self.home.get(value)
+    def _rank(self, value: int) -> tuple[int, bool, bool, int]:
+        number, maker = self.home.get(value), self.graph.producers[value]
         rooted = number is not None and self.operator_groups[number].rooted
-        return self.sizes[id(self.graph.types[value])], not rooted, self.graph.producers[value]
+        type, repeats = self.graph.types[value], self.rules[maker].repeats
+        is_mask = type.dtype == "bool" and any(map(repeats, range(type.rank)))
+        return self.sizes[id(type)], not rooted, not is_mask, maker
 
     def _is_scalar(self, index: int) -> bool:
         """Whether a node reads and writes scalars alone; computed once for all nodes that share a rule."""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from passes.errors import explain
+from passes.intra_op import restrictions
 from passes.ir import Graph, control_of
 from passes.layers import OTHERWISE, taken_for
 from passes.placement import Layout
@@ -59,8 +60,7 @@ def warn_of_whole_work(plan: Plan, step: Step) -> None:
     source, loop = max(by_line, key=lambda line: by_line[line])
     where = f"most of it at {source}" + (f", in the loop at {loop}" if loop else "")
     rule = f"{quantities.share(whole, total)} of the work of products is computed whole on every device, {where}"
-    loops = "a loop's iterations follow each other: if it runs over time, put the batch first in what the step takes; "
-    remedy = f"{loops if loop else ''}use planner=Auto(), or {OTHERWISE}"
+    remedy = f"{restrictions.BATCH_FIRST if loop else ''}use planner=Auto(), or {OTHERWISE}"
     what = f"{plan.solution.planner} on {plan.mesh.size} devices"
     warnings.warn(explain(what, rule, taken_for(step.graph, step.batch), remedy), stacklevel=2)
 

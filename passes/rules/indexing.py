@@ -128,8 +128,10 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
 @rule("dynamic_update_slice")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    pairs = zip(operands[0].shape, operands[1].shape, strict=True)
-    labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
+    """A dimension that is written in part is cut as well: each device writes what falls into its piece."""
+    target, update = operands[:2]
+    written = [d if a == b else None for d, (a, b) in enumerate(zip(target.shape, update.shape, strict=True))]
     starts = [(t, ()) for t in operands[2:]]
-    updated = [(operands[0], labels), (operands[1], labels), *starts]
-    return build(updated, [(results[0], labels)], linear=((0, 1),), flops=0.0)
+    whole = range(target.rank)
+    base = build([(target, whole), (update, written), *starts], [(results[0], whole)], linear=((0, 1),), flops=0.0)
+    return replace(base, localized=True)

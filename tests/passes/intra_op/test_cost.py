@@ -77,6 +77,14 @@ def test_small_products_side_by_side_fill_a_device():
     assert one < 0.2 * many
 
 
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_product_of_vectors_is_a_sum_of_what_is_read(batch):
+    """As one element of a tile it took two hundred times as long as reading 2^24 numbers does on an A100."""
+    rule = product(1, 1, 1 << 24, batch)
+    assert local_flops(rule, (), mesh(cores=100, half_inner=64.0)) == rule.flops
+    assert share(1, 2, 1 << 24) < 0.1
+
+
 def test_scores_behind_whose_gradients_they_are_made_again_cost_two_products():
     fused = TensorType(shape=(4,), dtype="float32", fused=2)
     assert times_made([fused]) == 2

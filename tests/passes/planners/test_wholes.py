@@ -54,3 +54,11 @@ def test_what_is_cut_is_no_warning(planner: Any) -> None:
         warnings.simplefilter("always")
         planned(dense, planner)
     assert not caught
+
+
+@pytest.mark.parametrize("loss", [over_time, dense])
+def test_time_that_devices_do_not_divide_is_no_batch_too_small(loss: Any) -> None:
+    """Of 20 steps of a recurrent network the error said no more than to use a batch of 24."""
+    with pytest.raises(autopar.PlanningError, match="use a batch of 24") as caught:
+        planned(loss, autopar.DataParallel(), rows=20)
+    assert ("put the batch first" in str(caught.value)) == (loss is over_time)
