@@ -40,7 +40,9 @@ class Drawn:
         planned = autopar.parallelize(
             step, cluster=self.cluster, planner=planner or autopar.Auto(), donate_argnums=0, **options
         )
-        return planned.plan(self.parameters, self.batch)
+        plan = planned.plan(self.parameters, self.batch)
+        assert isinstance(plan, Plan)
+        return plan
 
 
 def residual(dice: random.Random, batch: int) -> tuple[Any, dict[str, tuple[int, ...]], tuple[int, ...]]:
