@@ -172,15 +172,30 @@ class _Orders:
         if (product.kind, product.name) != ("dot", "merged"):
             return False
         *batch, rows, columns = self.operations[read].shape
-        sorts, dims = list[list[int]](), iter(range(len(shape)))
-        for size in (math.prod(batch), rows, columns):
-            sort = list[int]()
-            while math.prod(shape[d] for d in sort) < size:
-                sort.append(next(dims))
-            sorts.append([d for d in sort if shape[d] > 1])
+        sizes = math.prod(batch), rows, columns
+        # A matrix is read by rows or by columns, so that a view of it may name them the other way round.
+        sorts = _sorted_by(shape, sizes) or _sorted_by(shape, (math.prod(batch), columns, rows))
+        if sorts is None:
+            return False
         first, second, third = sorts
         wide = [d for d in lies if shape[d] > 1]
         return wide in ([*first, *second, *third], [*first, *third, *second])
+
+
+def _sorted_by(shape: Shape, sizes: Sequence[int]) -> list[list[int]] | None:
+    """The dimensions of a shape that make up each of the sizes in turn, without those of size 1; None where none do."""
+    sorts, dims = list[list[int]](), iter([d for d, size in enumerate(shape) if size > 1])
+    for size in sizes:
+        sort = list[int]()
+        while (made := math.prod(shape[d] for d in sort)) < size:
+            dim = next(dims, None)
+            if dim is None:
+                return None
+            sort.append(dim)
+        if made != size:
+            return None
+        sorts.append(sort)
+    return sorts
 
 
 def _copy(operation: Operation, at: int) -> Operation:

@@ -55,6 +55,34 @@ def test_nothing_is_copied_where_a_product_reads_rows_or_columns():
     assert place == list(range(len(before)))
 
 
+def experts(view: Shape) -> list[Operation]:
+    """What experts compute [experts, hidden, rows], rectified as [1, experts, rows, hidden], and read as a `view`."""
+    hidden: Shape = (1, HEADS, TOKENS, 6 * FEATURES)
+    return [
+        operation("input", shape=(HEADS, 6 * FEATURES, FEATURES), tag=0),
+        operation("input", shape=(HEADS, FEATURES, TOKENS), tag=1),
+        operation("dot", 0, 1, shape=(HEADS, 6 * FEATURES, TOKENS), tag=MERGED),
+        operation("bitcast", 2, shape=(HEADS, 6 * FEATURES, 1, TOKENS)),
+        operation("transpose", 3, shape=hidden, tag=(2, 0, 3, 1)),
+        operation("elementwise", 4, shape=hidden, name="maximum"),
+        operation("bitcast", 5, shape=view),
+        operation("dot", 0, 6, shape=(HEADS, FEATURES, view[-1]), tag=MERGED),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("view", "copies_made"),
+    [
+        ((HEADS, TOKENS, 6 * FEATURES), 0),
+        pytest.param((HEADS, 6 * FEATURES, TOKENS), 0, id="columns first, which was a StopIteration"),
+        pytest.param((HEADS, 4 * FEATURES, 6 * TOKENS // 4), 1, id="no dimensions make up its rows"),
+    ],
+)
+def test_a_view_of_a_matrix_may_name_its_columns_first(view: Shape, copies_made: int):
+    changed, _ = copied(experts(view))
+    assert sum(held.name == COPY for held in changed) == copies_made
+
+
 def test_a_product_joins_others_in_their_order_by_one_copy_which_is_written_once_for_all_readers():
     every = attention(GROUP)
     scores = every[5].shape
