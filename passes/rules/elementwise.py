@@ -93,7 +93,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 @rule("select_n")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     cases = tuple(range(1, len(operands)))
-    return pointwise(operands, results, linear=(cases,) if results[0].dtype.startswith("float") else ())
+    return pointwise(operands, results, linear=(cases,) if results[0].is_inexact else ())
 
 
 @rule("optimization_barrier")

@@ -73,3 +73,13 @@ def test_parts_of_sums_go_on_where_a_cast_keeps_every_number(before: str, after:
     node = Node(primitive="convert_element_type", inputs=(0,), outputs=(1,), params={"new_dtype": after})
     graph = Graph(types=types, nodes=(node,), inputs=(0,), outputs=(1,))
     assert any(factor.partial for factor in rule_of(node, graph).factors) == is_exact
+
+
+@pytest.mark.parametrize(
+    ("dtype", "goes_on"), [("float32", True), ("bfloat16", True), ("complex64", True), ("bool", False)]
+)
+def test_parts_of_sums_go_on_where_some_are_selected(dtype: str, goes_on: bool):
+    types = (TensorType(shape=(8,), dtype="bool"), *[TensorType(shape=(8,), dtype=dtype)] * 3)
+    node = Node(primitive="select_n", inputs=(0, 1, 2), outputs=(3,))
+    graph = Graph(types=types, nodes=(node,), inputs=(0, 1, 2), outputs=(3,))
+    assert any(factor.partial for factor in rule_of(node, graph).factors) == goes_on
