@@ -55,13 +55,14 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
     else:
         at = batch_inputs(graph, assembly.state_pairs) if batch_at is None else batch_at
         batch = {graph.inputs[i]: int(_is_in_parts(graph, graph.inputs[i])) for i in at}
-    if not batch:
+    parameters = {value for value in returned if in_forward(graph, value)} | shared
+    parameters |= frozen(graph, assembly.state_pairs, batch)
+    stored = {value for value in returned if not _is_trained(graph, value)}
+    on_batch, aligned = _batch_classes(assembly.root, batch, parameters, stored)
+    if not batch and not on_batch:
         rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
         remedy = f"return the state that the step updates, {OTHERWISE}, or use planner=Auto()"
         raise PlanningError(explain("data parallelism", rule, "", remedy))
-    parameters = {value for value in returned if in_forward(graph, value)} | shared
-    parameters |= frozen(graph, assembly.state_pairs, batch)
-    on_batch, aligned = _batch_classes(assembly.root, batch, parameters)
     return Roles(
         batch=batch,
         parameters=frozenset(parameters),
@@ -188,14 +189,23 @@ def recurrent(subproblem: Subproblem) -> set[Value]:
     return read
 
 
+def _is_trained(graph: Graph, value: int) -> bool:
+    """Whether state has a gradient: the backward pass makes something of its type."""
+    loop = loop_of(graph)
+    bodies = graph.nodes[loop].subgraphs if loop is not None else (graph,)
+    made = (body.types[v] for body in bodies for node in body.nodes if phase(node) == "backward" for v in node.outputs)
+    return graph.types[value] in made
+
+
 def _batch_classes(
-    root: Subproblem, batch: Mapping[int, int], parameters: Collection[int]
+    root: Subproblem, batch: Mapping[int, int], parameters: Collection[int], stored: Collection[int]
 ) -> tuple[_Classes, _Classes]:
     """The classes of every operator group that the batch dimension reaches through the operators' factors, and, of
     operator groups that it does not reach, those from which it is reached and those of its parts inside loops over it.
 
     What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well, and
-    so are rows for which a loop draws.
+    so are rows for which a loop draws, and those that are drawn from what is `stored` in the state, as from a memory of
+    transitions.
     """
     onward: dict[_Place, list[_Place]] = defaultdict(list)
     back: dict[_Place, list[_Place]] = defaultdict(list)
@@ -212,7 +222,8 @@ def _batch_classes(
     rows = {
         math.prod(root.graph.types[value].shape[first : dim + 1]) for value, dim in batch.items() for first in {0, dim}
     }
-    for place in itertools.chain.from_iterable(_drawn(each, rows) for each in root.all()):
+    of_rows = itertools.chain.from_iterable(_drawn(each, rows) for each in root.all())
+    for place in (*of_rows, *_drawn_from(root, stored, onward)):
         drawn = _reached([place], onward)
         if weighty.isdisjoint(drawn):  # noise on weights is none
             reached |= drawn
@@ -240,13 +251,28 @@ def _inside_parts(subproblem: Subproblem, reached: Collection[_Place]) -> Iterat
                 yield _Port(number, index, use.port, 0)
 
 
-def _drawn(subproblem: Subproblem, rows: Collection[int]) -> Iterator[_Dim]:
-    """The rows of the values that are drawn at random, of so many rows."""
+def _drawn(subproblem: Subproblem, rows: Collection[int] | None = None) -> Iterator[_Dim]:
+    """The rows of the values that are drawn at random, of so many rows; by default of any number."""
     graph = subproblem.graph
     for node, rule in zip(graph.nodes, subproblem.grouping.rules, strict=True):
         if rule.draws:
-            drawn = (v for v in node.outputs if graph.types[v].rank and graph.types[v].shape[0] in rows)
-            yield from (_Dim(subproblem.number, value, 0) for value in drawn)
+            drawn = (v for v in node.outputs if graph.types[v].rank)
+            ours = (value for value in drawn if rows is None or graph.types[value].shape[0] in rows)
+            yield from (_Dim(subproblem.number, value, 0) for value in ours)
+
+
+def _drawn_from(
+    root: Subproblem, stored: Collection[int], onward: Mapping[_Place, Sequence[_Place]]
+) -> Iterator[_Place]:
+    """The rows of what lookups take from `stored` inputs, or from what they have become, by indices that are drawn."""
+    graph = root.graph
+    drawn = _reached(_drawn(root), onward)
+    places = {_Dim(root.number, value, 0) for value in stored if graph.types[value].rank}
+    tables = {place.value for place in _reached(places, onward) if isinstance(place, _Dim)}
+    for node, rule in zip(graph.nodes, root.grouping.rules, strict=True):
+        if rule.sparse and node.inputs[0] in tables:
+            rows = (_Dim(root.number, value, 0) for value in node.outputs if graph.types[value].rank)
+            yield from (place for place in rows if place in drawn)
 
 
 def _reached(starts: Iterable[_Place], onward: Mapping[_Place, Sequence[_Place]]) -> set[_Place]:

@@ -158,9 +158,11 @@ def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tup
 
 
 def has_rows(graph: Graph, position: int) -> bool:
-    """Whether an input may be a part of a batch: it has elements along a leading dimension."""
-    type = graph.types[graph.inputs[position]]
-    return bool(type.rank and type.size) and not type.is_key
+    """Whether an input may be a part of a batch: it has elements along a leading dimension, and is not a single key."""
+    value = graph.inputs[position]
+    type, readers = graph.types[value], [graph.nodes[reader] for reader in graph.consumers.get(value, ())]
+    is_raw_key = type.rank == 1 and any(graph.types[v].is_key for node in readers for v in node.outputs)
+    return bool(type.rank and type.size) and not type.is_key and not is_raw_key
 
 
 def taken_for(graph: Graph, positions: Sequence[int]) -> str:

@@ -39,16 +39,37 @@ def private(state: State, x: jax.Array) -> State:
     return weight - 0.1 * (grad + jax.random.normal(here, weight.shape, weight.dtype)), key
 
 
+def replaying(state: State, seen: jax.Array) -> State:
+    """Writes what was seen into a memory, and trains on rows that it draws from there, twice as many."""
+    (weight, memory, count), key = state
+    key, here = jax.random.split(key)
+    memory = jax.lax.dynamic_update_slice_in_dim(memory, seen, count, axis=0)
+    rows = memory[jax.random.randint(here, (2 * len(seen),), 0, len(memory))]
+    weight = weight - 0.1 * jax.grad(lambda weight: jnp.mean((jnp.tanh(rows @ weight) - rows) ** 2))(weight)
+    return (weight, memory, count + len(seen)), key
+
+
+def remembering(state: State) -> State:
+    """Trains on rows of a memory alone: there is no other batch."""
+    (weight, memory, count), _ = state
+    (weight, _, _), key = replaying(state, memory[:8])
+    return (weight, memory[::-1], count), key
+
+
 def state_of(rows: int, dtype: Any = "float32") -> dict[str, Any]:
     draws = np.random.default_rng(0)
     made = {
         "adversarial": (draws.normal(size=(NOISE, WIDTH)), draws.normal(size=(WIDTH, 1))),
         "private": draws.normal(size=(rows, WIDTH)),
         "sampling": draws.normal(size=(WIDTH, WIDTH)) / WIDTH,
+        "replaying": (draws.normal(size=(WIDTH, WIDTH)) / WIDTH, draws.normal(size=(4 * rows, WIDTH)), 0),
     }
-    return {
-        name: (jax.tree.map(lambda x: jnp.asarray(x, dtype), each), jax.random.key(0)) for name, each in made.items()
-    }
+    made["remembering"] = made["replaying"]
+
+    def as_state(x: Any) -> jax.Array:
+        return jnp.asarray(x, dtype if np.ndim(x) else "int32")
+
+    return {name: (jax.tree.map(as_state, each), jax.random.key(0)) for name, each in made.items()}
 
 
 def sampling(state: State, x: jax.Array) -> tuple[State, jax.Array]:
@@ -64,7 +85,7 @@ def sampling(state: State, x: jax.Array) -> tuple[State, jax.Array]:
     return (weight, jax.random.split(key)[0]), sampled
 
 
-STEPS = {"adversarial": adversarial, "private": private, "sampling": sampling}
+STEPS = {"adversarial": adversarial, "private": private, "sampling": sampling, "replaying": replaying}
 
 
 def test_a_generator_is_trained_on_rows_of_its_own_on_each_device():
@@ -95,6 +116,45 @@ def test_a_loop_samples_rows_of_its_own_on_each_device():
     plan = autopar.parallelize(sampling, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(state, x)
     assert plan.outputs[-1].dims == (("data",), ())
     assert {(collective.kind, collective.nbytes) for collective in plan.collectives} == {("all_reduce", WIDTH**2 * 4)}
+
+
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_rows_that_are_drawn_from_a_memory_are_cut(has_batch: bool):
+    """All devices trained on all of them, and without another batch there was no plan."""
+    step, name = (replaying, "replaying") if has_batch else (remembering, "remembering")
+    state, x = jax.eval_shape(lambda: state_of(ROWS))[name], jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+    plan = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(state, *[x] * has_batch)
+    sent = {(collective.kind, collective.nbytes) for collective in plan.collectives}
+    assert ("all_reduce", WIDTH**2 * 4) in sent
+    assert sent <= {("all_reduce", WIDTH**2 * 4), ("all_gather", ROWS * WIDTH * 4)}  # the memory holds what all see
+
+
+def test_candidates_that_are_drawn_from_trained_weights_are_no_batch():
+    def step(table: jax.Array, ids: jax.Array, key: jax.Array) -> jax.Array:
+        others = jax.random.randint(key, (512,), 0, len(table))
+
+        def loss(table: jax.Array) -> jax.Array:
+            return jax.nn.softplus(table[ids] @ table[others].T).mean()
+
+        return table - jax.grad(loss)(table)
+
+    table, ids = jax.ShapeDtypeStruct((1 << 14, WIDTH), "float32"), jax.ShapeDtypeStruct((ROWS,), "int32")
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    planned = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(table, ids, key)
+    assert {collective.kind for collective in planned.collectives} == {"all_reduce"}
+
+
+def test_a_key_of_numbers_is_no_batch():
+    def step(weight: jax.Array, rows: jax.Array, key: jax.Array) -> jax.Array:
+        drawn = rows[jax.random.randint(key, (ROWS // 4,), 0, ROWS)]
+        return weight - jax.grad(lambda weight: jnp.mean(jnp.tanh(drawn @ weight) ** 2))(weight)
+
+    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((WIDTH, WIDTH), (ROWS, WIDTH))]
+    plan = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(
+        *types, jax.ShapeDtypeStruct((2,), "uint32")
+    )
+    assert isinstance(plan, autopar.Plan)
+    assert [str(spec) for spec in plan.inputs] == ["[-, -]", "[data, -]", "[-]"]
 
 
 @pytest.mark.parametrize(("planner", "name"), each((autopar.DataParallel(), autopar.Zero(3)), STEPS))
