@@ -118,6 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     as from the step while it is traced, the traceback begins there.
     """
     arguments = parser().parse_args(argv)
+    if arguments.command is None:
+        parser().print_help(sys.stderr)
+        return TROUBLE
     try:
         return arguments.run(arguments)
     except (PlanningError, DeviceError, UsageError) as error:
@@ -154,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"autopar {plan_json.version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], help: str, description: str, epilog: str):
         raw = argparse.RawDescriptionHelpFormatter

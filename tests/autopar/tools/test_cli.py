@@ -163,7 +163,7 @@ def test_a_file_that_is_no_plan_exits_with_2(capsys, tmp_path):
     assert "this is not a plan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["paint"], ["show"], ["plan", "train:example"]])
+@pytest.mark.parametrize("command", [["paint"], ["show"], ["plan", "train:example"]])
 def test_an_incomplete_command_exits_with_2(command):
     with pytest.raises(SystemExit) as stopped:
         main(command)
@@ -189,6 +189,14 @@ def test_help_fits_a_screen_and_has_an_exit_status_and_an_example_that_is_read(c
     assert any(line.startswith(f"autopar {command}") for line in written)
     for line in written:
         parser().parse_args(shlex.split(line.partition(" > ")[0])[1:])
+
+
+def test_without_a_command_the_commands_are_listed(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "make a plan" in shown.err
+    assert "autopar explain plan.json" in shown.err
 
 
 def test_the_first_help_fits_a_screen_and_the_version_is_told(capsys):
