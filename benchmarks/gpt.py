@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import autopar
-from autopar.tools.cli import kept_plans
+from autopar.tools.command import kept_plans
 from benchmarks import corpus
 from benchmarks.console import stdout
 from benchmarks.gpt_options import OPTIMIZERS, PLANNERS, arguments

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import autopar
-from autopar.tools.cli import kept_plans
+from autopar.tools.command import kept_plans
 from benchmarks.console import stdout
 from benchmarks.gpt import EDGE_STEPS, LINES, make_optimizer, start_devices
 from benchmarks.gpt_options import MICROBATCHES, PIPELINES, STAGES, make_pipeline, positive

@@ -1,4 +1,4 @@
-"""A command of the command line, as a value: its help, its arguments and what it does."""
+"""A command of the command line, as a value: its help, its arguments and what it does; and what commands share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.cache import PlanCache
 from autopar.tools.targets import UsageError
 from passes.files import write_whole
 from passes.text import Table
 
 Output = str | Sequence[Table]
 
-DONE = 0  # the exit status of a command that did what it was asked
+DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
+"""Exit statuses: done, an answer of no, an error, and what shells give a program that Ctrl-C ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,12 @@ class Command:
     more: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], tuple[Output, int]]
+
+
+def kept_plans() -> PlanCache:
+    """The plans that commands keep, in the user's cache, where there can be one."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return PlanCache(os.path.join(root, "autopar", "plans"))
 
 
 def write(path: Path, contents: str | bytes, what: str) -> None:

@@ -20,24 +20,6 @@ from passes.plan import AnyPlan
 from passes.planners import allowed
 from passes.text import Column, Table, quantities
 
-HELP = """\
-Compile a train step with an accelerator's own compiler, which runs on the CPU:
-does it compile there, and fit? Shows predicted beside compiled memory, bytes
-that devices send each other, and flops. Nothing is run.
-
-MODULE:FUNCTION returns a step and its arguments: autopar help targets."""
-
-MORE = """\
-Who plans, and for what: autopar help planners, autopar help clusters.
-
-The compilers are extras: pip install 'autopar[gpu-compiler]' for NVIDIA's GPUs,
-'autopar[tpu-compiler]' for TPUs. A TPU's takes a minute for a few layers.
-
-example:
-  autopar compile train:example --cluster 8:h100 --planner zero3
-
-exit status: 0 it fits, 1 it does not, 2 it could not be planned or compiled."""
-
 Announce = Callable[[str], None]
 """Hears what is being done."""
 

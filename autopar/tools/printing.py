@@ -1,4 +1,4 @@
-"""The output of commands on stdout: text as it is, tables as wide as the terminal, or as they need where it is none."""
+"""The output of commands on stdout, text as it is and tables as wide as the terminal or as they need; and messages."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def printed(output: Output) -> None:
         raise SystemExit(UNREAD) from None
     except OSError as error:
         raise UsageError(f"what it says cannot be printed: {error.strerror}") from error
+
+
+def tell(message: str) -> None:
+    """Prints a message on stderr."""
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message))
 
 
 def _show(output: Output) -> None:

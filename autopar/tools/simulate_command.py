@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
 
-from autopar.cache import PlanCache
 from autopar.tools import targets
+from autopar.tools.command import DONE, INTERRUPTED, Command, Output, kept_plans
 from autopar.tools.command_options import limit_of, numbers_of, planner_of, real_number
 from autopar.tools.fit import Example
 from autopar.tools.plot import blank
@@ -22,9 +23,8 @@ from autopar.tools.what_if import Simulation
 from passes.cluster import parse_cluster
 from passes.errors import explain
 from passes.plan import load_plan
-from passes.text import Table
 
-HELP = """\
+_HELP = """\
 Show what a train step would take on clusters that need not be here: the step,
 model flops per second and their share of the peak (MFU), the pipeline's bubble,
 exposed communication, memory, days and cost. Options that list several values
@@ -33,7 +33,7 @@ with commas, or are given several times, are swept: every combination is a row.
 MODULE:FUNCTION returns a step and its arguments: autopar help targets.
 It may be a saved plan instead (PATH.json), which is shown as it is."""
 
-MORE = """\
+_MORE = """\
 Who plans, and for what: autopar help planners, autopar help clusters.
 
 example:
@@ -44,8 +44,7 @@ exit status: 0 a row has a plan, 2 none has, or an option cannot be read,
 130 ended by Ctrl-C, after the rows planned by then are printed."""
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds the options of `simulate`."""
+def _add_arguments(command: argparse.ArgumentParser) -> None:
     varied = partial(command.add_argument, action="append", default=[])
     command.add_argument("target", metavar="TARGET", help="MODULE:FUNCTION, or a saved plan")
     varied("--cluster", help="hosts x devices of each, and their kind")
@@ -68,9 +67,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing")
 
 
-def run(
-    arguments: argparse.Namespace, cache: PlanCache, progress: Callable[[str], None]
-) -> tuple[str | tuple[Table, ...], bool]:
+def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
+    with Console(stderr=True, highlight=False).status("tracing") as status:
+        output, is_partial = _simulated(arguments, status.update)
+    return output, INTERRUPTED if is_partial else DONE
+
+
+def _simulated(arguments: argparse.Namespace, progress: Callable[[str], None]) -> tuple[Output, bool]:
     """(what to print, whether it was ended early). Raises UsageError or PlanningError for what cannot be simulated."""
     if arguments.plot:
         blank(arguments.plot)
@@ -85,7 +88,7 @@ def run(
         example = Example.of(*targets.example(arguments.target))
         request = Request(
             memory_limit=limit_of(arguments.memory_limit),
-            cache=None if arguments.no_cache else cache,
+            cache=None if arguments.no_cache else kept_plans(),
             tokens_per_step=arguments.tokens_per_step,
         )
         try:
@@ -140,3 +143,13 @@ def _sweep(arguments: argparse.Namespace) -> Sweep:
         planners={name: planner_of(name) for name in arguments.planner or ["auto"]},
         **numbers,
     )
+
+
+COMMAND = Command(
+    name="simulate",
+    summary="show what if",
+    description=_HELP,
+    more=_MORE,
+    add_arguments=_add_arguments,
+    run=_run,
+)

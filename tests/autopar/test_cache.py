@@ -386,7 +386,7 @@ def test_commands_keep_plans_in_the_users_cache(
 
 
 def test_the_cache_of_commands_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch):
-    from autopar.tools.cli import kept_plans
+    from autopar.tools.command import kept_plans
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")

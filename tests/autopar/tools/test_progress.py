@@ -393,7 +393,7 @@ def test_a_command_that_is_interrupted_says_so(
     def pressed(_: Console):
         yield SimpleNamespace(report=stopping(lambda p: p.done == done))
 
-    monkeypatch.setattr("autopar.tools.cli.shown", pressed)
+    monkeypatch.setattr("autopar.tools.plan_command.shown", pressed)
     assert main(["plan", "train:example", "--cluster", CLUSTER]) == status
     told = capsys.readouterr()
     assert word in told.err

@@ -279,7 +279,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def example_of_help() -> list[str]:
     """The command of the example, as a shell would split it."""
-    text = simulate_command.MORE.partition("example:\n")[2].partition("\n\n")[0].replace("\\\n", " ")
+    text = simulate_command.COMMAND.more.partition("example:\n")[2].partition("\n\n")[0].replace("\\\n", " ")
     return text.split()[1:]
 
 
