@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -71,22 +71,12 @@ class Saved:
     plan: AnyPlan | None = None
 
 
-@dataclass(slots=True)
 class Checkpoints:
     """The checkpoints in `folder`, of which the last `keep` good ones stay; by default that of `autopar run --resume`.
 
     The one that was saved last stays as well, even where `keep` later steps have one. All processes of a program make
     the same calls in the same order.
     """
-
-    keep: int
-    _folder: Folder
-    _processes: Processes | None = None
-    _arrays: Arrays | None = None
-    _writing: Future[None] | None = None
-    _survey: Survey = field(default_factory=Survey)
-    _shared: str = ""
-    """The name under which the processes have told each other of the last save."""
 
     def __init__(self, folder: str | Path | None = None, *, keep: int = KEEP) -> None:
         folder = folder or _RESUMED.get()
@@ -98,8 +88,10 @@ class Checkpoints:
         check_folder(f"Checkpoints({folder!r:.60})", folder, "checkpoints are in a folder")
         self.keep, self._folder = keep, Folder(Path(folder).absolute())
         self._processes = among(jax.devices()) if jax.distributed.is_initialized() else None
-        self._arrays = self._writing = None
-        self._survey, self._shared = Survey(self._processes), ""
+        self._arrays: Arrays | None = None
+        self._writing: Future[None] | None = None
+        self._survey = Survey(self._processes)
+        self._shared = ""  # the name under which the processes have told each other of the last save
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, the last one first; some may be damaged or unfinished."""
