@@ -63,7 +63,7 @@ ALONE = {
 LIBRARIES = {"highspy", "numpy", "pulp", "scipy"}
 CLOSED_WORLD = sys.stdlib_module_names | LIBRARIES | {"passes"}
 BARRED = {"autopar": {"benchmarks", "models", "tests"}, "models": {"autopar", "passes"}}
-TALKERS = {f"autopar.tools.{module}" for module in ("cli", "command", "launch_command", "printing", "topologies")}
+TALKERS = {f"autopar.tools.{module}" for module in ("command", "launch_command", "printing", "topologies")}
 """The command line; and libtpu off a TPU takes what it must know from the environment alone."""
 PLANS, PLANS_ARE_READ = {"AnyPlan", "Plan", "PipelinePlan"}, "passes.plan.pipeline"
 INTERRUPTED, INTERRUPTION = "passes.progress", "KeyboardInterrupt"

@@ -23,9 +23,10 @@ from autopar.runtime import Pieces
 from passes.errors import InternalError
 from passes.ir import Graph, Node, phase, scan_of
 from passes.rules import ShardingRule, rule_of
+from passes.sharding import ANY
 
 _JOINS: Mapping[str, jax_compat.Primitive] = MappingProxyType(
-    {"add": lax.add_p, "max": lax.max_p, "min": lax.min_p, "and": lax.and_p, "or": lax.or_p}
+    {"add": lax.add_p, "max": lax.max_p, "min": lax.min_p, "and": lax.and_p, "or": lax.or_p, ANY: lax.or_p}
 )
 """The operation that joins two pieces' results, by `ShardingRule.joins`."""
 

@@ -48,9 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error that nobody expected is 2 as well, with its traceback: 1 is an answer. Where it comes from the user's code,
     as from the step while it is traced, the traceback begins there.
     """
-    arguments = parser().parse_args(argv)
+    options = parser()
+    arguments = options.parse_args(argv)
     if arguments.command is None:
-        parser().print_help(sys.stderr)
+        options.print_help(sys.stderr)
         return TROUBLE
     try:
         return arguments.run(arguments)

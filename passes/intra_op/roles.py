@@ -57,7 +57,8 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
         batch = {graph.inputs[i]: int(_is_in_parts(graph, graph.inputs[i])) for i in at}
     parameters = {value for value in returned if in_forward(graph, value)} | shared
     parameters |= frozen(graph, assembly.state_pairs, batch)
-    stored = {value for value in returned if not _is_trained(graph, value)}
+    gradients = _types_of_gradients(graph)
+    stored = {value for value in returned if graph.types[value] not in gradients}
     on_batch, aligned = _batch_classes(assembly.root, batch, parameters, stored)
     if not batch and not on_batch:
         rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
@@ -189,12 +190,11 @@ def recurrent(subproblem: Subproblem) -> set[Value]:
     return read
 
 
-def _is_trained(graph: Graph, value: int) -> bool:
-    """Whether state has a gradient: the backward pass makes something of its type."""
+def _types_of_gradients(graph: Graph) -> set[TensorType]:
+    """The types of what the backward pass makes: state of another type has no gradient."""
     loop = loop_of(graph)
     bodies = graph.nodes[loop].subgraphs if loop is not None else (graph,)
-    made = (body.types[v] for body in bodies for node in body.nodes if phase(node) == "backward" for v in node.outputs)
-    return graph.types[value] in made
+    return {body.types[v] for body in bodies for node in body.nodes if phase(node) == "backward" for v in node.outputs}
 
 
 def _batch_classes(
@@ -265,14 +265,14 @@ def _drawn_from(
     root: Subproblem, stored: Collection[int], onward: Mapping[_Place, Sequence[_Place]]
 ) -> Iterator[_Place]:
     """The rows of what lookups take from `stored` inputs, or from what they have become, by indices that are drawn."""
-    graph = root.graph
-    drawn = _reached(_drawn(root), onward)
-    places = {_Dim(root.number, value, 0) for value in stored if graph.types[value].rank}
-    tables = {place.value for place in _reached(places, onward) if isinstance(place, _Dim)}
-    for node, rule in zip(graph.nodes, root.grouping.rules, strict=True):
-        if rule.sparse and node.inputs[0] in tables:
-            rows = (_Dim(root.number, value, 0) for value in node.outputs if graph.types[value].rank)
-            yield from (place for place in rows if place in drawn)
+    drawn = _reached(itertools.chain.from_iterable(map(_drawn, root.all())), onward)
+    places = {_Dim(root.number, value, 0) for value in stored if root.graph.types[value].rank}
+    tables = {place[:2] for place in _reached(places, onward) if isinstance(place, _Dim)}
+    for each in root.all() if drawn and tables else ():
+        for node, rule in zip(each.graph.nodes, each.grouping.rules, strict=True):
+            if rule.sparse and (each.number, node.inputs[0]) in tables:
+                rows = (_Dim(each.number, value, 0) for value in node.outputs if each.graph.types[value].rank)
+                yield from (place for place in rows if place in drawn)
 
 
 def _reached(starts: Iterable[_Place], onward: Mapping[_Place, Sequence[_Place]]) -> set[_Place]:

@@ -247,7 +247,7 @@ def _by_row(node: Node, placement: Placement, bodies: Sequence[ReshardingPlan]) 
     """The reshardings in the bodies of a loop, in which devices that have rows of their own and share nothing else do
     not tell each other whether any goes on: each runs until its own have ended.
     """
-    *_, rows = placement.bodies
+    *_, inside = placement.bodies
     tests = [move for move in bodies[-1].before[-1] if move.before.partial and move.before.reduction == ANY]
     if not tests or any(map(_runs_together, node.subgraphs)):
         return tuple(bodies)
@@ -255,7 +255,7 @@ def _by_row(node: Node, placement: Placement, bodies: Sequence[ReshardingPlan]) 
     shared = {axis for move in others for step in move.steps if not step.is_local for axis in step.axes}
     producers = node.subgraphs[-1].producers
     for test in tests:
-        dims = rows.placements[producers[test.value]].operands[0].dims if test.value in producers else ()
+        dims = inside.placements[producers[test.value]].operands[0].dims if test.value in producers else ()
         has_others = any(spec.dims and spec.dims[: len(dims)] != dims for spec in placement.results)
         if not dims or has_others or not shared.isdisjoint(test.before.partial):
             return tuple(bodies)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.frontend import trace
+from passes.layers import batch_inputs
 from tests.sample import each
 
 ROWS, NOISE, WIDTH = 4096, 24, 48
@@ -142,6 +144,36 @@ def test_candidates_that_are_drawn_from_trained_weights_are_no_batch():
     key = jax.eval_shape(lambda: jax.random.key(0))
     planned = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(table, ids, key)
     assert {collective.kind for collective in planned.collectives} == {"all_reduce"}
+
+
+def test_rows_that_a_loop_draws_from_a_memory_are_cut():
+    """Several updates in one step, each from rows of its own."""
+
+    def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        def update(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+            weight, memory = state
+            rows = memory[jax.random.randint(key, (ROWS,), 0, len(memory))]
+            value, gradient = jax.value_and_grad(lambda weight: jnp.mean(jnp.tanh(rows @ weight) ** 2))(weight)
+            return (weight - 0.1 * gradient, memory.at[0].set(0)), value
+
+        return jax.lax.scan(update, state, jax.random.split(key, 4))
+
+    state = tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((WIDTH, WIDTH), (4 * ROWS, WIDTH)))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    plan = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(state, key)
+    sent = {(collective.kind, collective.nbytes, collective.count) for collective in plan.collectives}
+    assert ("all_reduce", WIDTH**2 * 4, 4) in sent
+
+
+def test_seeds_of_rows_are_of_the_batch():
+    """An array from which keys are made is a key only where it makes a single one."""
+
+    def step(weight: jax.Array, rows: jax.Array, seeds: jax.Array) -> jax.Array:
+        noise = jax.vmap(lambda seed: jax.random.normal(jax.random.key(seed), (WIDTH,)))(seeds)
+        return weight - jax.grad(lambda weight: jnp.mean(jnp.tanh((rows + noise) @ weight) ** 2))(weight)
+
+    traced = trace(step, (jnp.ones((WIDTH, WIDTH)), jnp.ones((16, WIDTH)), jnp.arange(16, dtype="uint32")), {})
+    assert batch_inputs(traced.graph, traced.state_pairs) == (1, 2)
 
 
 def test_a_key_of_numbers_is_no_batch():
