@@ -81,6 +81,11 @@ class Step:
         """The layers of which it may be chosen what they keep; 0 where that is decided, or nothing to choose."""
         return 0
 
+    @property
+    def has_stacks(self) -> bool:
+        """Whether these layers are loops, which write what they keep into stacks and read it again."""
+        return False
+
     def parts(self, cut: Stages) -> tuple[Step, ...]:
         """The stages that it was cut into, each a step of its own."""
         return tuple(
@@ -128,6 +133,10 @@ class FusedStep(Step):
     @property
     def layers(self) -> int:
         return self.written.layers
+
+    @property
+    def has_stacks(self) -> bool:
+        return self.written.has_stacks
 
     def variant(self, variant: Variant) -> FusedStep:
         return FusedStep.of(self.written.variant(variant))

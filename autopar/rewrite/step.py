@@ -19,7 +19,7 @@ from passes.errors import PlanningError
 from passes.layers import SAMPLE_BLOCKS, blocks, sample_graph
 from passes.pipeline import body_of
 from passes.step import Step, Variant
-from passes.transforms import Coupling, Kept, kept_of, layers, loops, split
+from passes.transforms import Coupling, Kept, are_loops, kept_of, layers, split
 
 Structs = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -39,6 +39,10 @@ class TracedStep(Step):
     @property
     def layers(self) -> int:
         return self.family.layers
+
+    @property
+    def has_stacks(self) -> bool:
+        return self.family.layers > 0 and are_loops(self.family.traced.graph)
 
     @property
     def written(self) -> Traced:
@@ -152,7 +156,7 @@ class _Family:
     def layers(self) -> int:
         """The layers of which it may be chosen what they keep."""
         n_layers = 0 if self.kept else len(layers(self.traced.graph))
-        return n_layers if n_layers > 1 or loops(self.traced.graph) else 0
+        return n_layers if n_layers > 1 or are_loops(self.traced.graph) else 0
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -84,6 +84,7 @@ class VariantSearch:
     low_memory: list[tuple[Variant, MeshSearch]] = field(default_factory=list[tuple[Variant, MeshSearch]])
     expected_nbytes: dict[Variant, dict[int, float]] = field(default_factory=dict[Variant, "dict[int, float]"])
     operators: int = 0
+    free: dict[Variant, MeshSearch] = field(default_factory=dict[Variant, MeshSearch])
     planned: set[Variant] = field(default_factory=set[Variant])
     dear: list[Variant] = field(default_factory=list[Variant])
     least_seconds: float = 0.0
@@ -103,6 +104,34 @@ class VariantSearch:
         return self.context.kept(self._fastest).ended(INTERRUPTED)
 
     def _run(self) -> Plan:
+        plan = self._without_limit()
+        return plan if plan is not None else self._within_limit()
+
+    def _without_limit(self) -> Plan | None:
+        """The cheapest plan where no memory is counted; None if it does not fit.
+
+        A loop writes what its iterations keep into stacks, which may take longer than to compute it once more: where
+        layers are loops, those that keep less are planned, too.
+        """
+        count = self.step.chosen.count
+        for variant in forms(self.step.layers if self.step.has_stacks else 0, count):
+            search = self.free[variant] = self.searched(self.step.variant(variant), variant)
+            plan = search.cheapest
+            if plan.peak_nbytes <= max(self.limit, self.allowed):
+                self.met.append(_met(plan, variant, "takes longer"))
+                if self.best is None or plan.step_seconds < self.best.step_seconds:
+                    self.best = plan.of_variant(variant)
+            else:
+                self.met.append(_met(plan, variant, f"over the memory limit of {quantities.nbytes(self.limit)}"))
+            self.context.raise_if_interrupted()
+        self.least_seconds = min(search.least_seconds for search in self.free.values())
+        best, self.best = self.best, None
+        if best is None or best.step_seconds > min(alternative.seconds for alternative in self.met):
+            return None
+        others = [alternative for alternative in self.met if alternative.seconds != best.step_seconds]
+        return _with_proven(best, self.least_seconds).beside(others) if others else best
+
+    def _within_limit(self) -> Plan:
         refused: PlanningError | None = None
         for variant in _ordered(self):
             try:
@@ -112,13 +141,8 @@ class VariantSearch:
                 continue
             search = self.searched(step, variant)
             if not self.planned:
-                if (plan := search.cheapest).peak_nbytes <= max(self.limit, self.allowed):
-                    return plan.of_variant(variant)
-                has_way = plan.cluster.group().device.host_bytes_per_second > 0
+                has_way = search.cheapest.cluster.group().device.host_bytes_per_second > 0
                 self.offloads = has_way and bool(idle_state(step.graph, step.state_pairs))
-                why = f"over the memory limit of {quantities.nbytes(self.limit)}"
-                self.met.append(_met(plan, variant, why))
-            self.least_seconds = self.least_seconds or search.least_seconds
             self.planned.add(variant)
             if self.best and not search.infeasible and search.least_seconds >= self.best.step_seconds:
                 self.dear.append(variant)
@@ -177,6 +201,10 @@ class VariantSearch:
         if is_slow and self.context.deadline.seconds is None:
             self.by_offloading, self.best = self.best, None
 
+    def is_comparable(self, variant: Variant, other: Variant) -> bool:
+        """Whether of two variants the one that computes more takes longer: of loops only where both stack the same."""
+        return not self.step.has_stacks or variant.kept == other.kept
+
     def goes_on(self) -> bool:
         """Whether another variant is tried, now that one fits."""
         return self.operators < self.most and not self.context.deadline.is_over()
@@ -187,7 +215,10 @@ class VariantSearch:
         return self.best is None or (self.best.step_seconds > _GOOD_ENOUGH * self.least_seconds and self.goes_on())
 
     def searched(self, step: Step, variant: Variant) -> MeshSearch:
-        """A variant planned without a limit."""
+        """A variant planned on every mesh where plans may keep the limit, or on all of them if it was planned without."""
+        if variant in self.free:
+            self.last = variant, self.free[variant]
+            return self.free[variant]
         cutoff = self.best.step_seconds if self.best else float("inf")
         context = self.context.part(str(variant), best=self._best_seconds, cutoff=cutoff)
         other = replace(variant, offload=not variant.offload)
@@ -195,7 +226,7 @@ class VariantSearch:
         if self.last is not None and self.last[0] == other and not self.last[1].infeasible:
             search = self.last[1].again(context, offload=variant.offload)
         else:
-            search = self.search(step, variant.offload, self.limit if self.planned else float("inf"), context)
+            search = self.search(step, variant.offload, self.limit if self.least_seconds else float("inf"), context)
             self.last = variant, search
         self.operators += search.operators
         return search
@@ -204,7 +235,7 @@ class VariantSearch:
         """Seconds of the best plan so far; `unlimited` is that of a variant that may not fit."""
         if self.best:
             return self.best.step_seconds
-        return None if self.planned else unlimited
+        return None if self.least_seconds else unlimited
 
     def take(self, search: MeshSearch, variant: Variant) -> bool:
         """Whether the plan of a variant fits and takes less time than the best so far, which it becomes then.
@@ -283,7 +314,7 @@ def _ordered(search: VariantSearch) -> Iterator[Variant]:
                 continue
             if search.best is None or not search.wants_better:
                 return
-            is_dear = any(computes_more(variant, dear) for dear in search.dear)
+            is_dear = any(computes_more(variant, dear) for dear in search.dear if search.is_comparable(variant, dear))
             if variant not in search.planned and not is_dear and (count >= fewest or search.may_fit(variant)):
                 yield variant
 

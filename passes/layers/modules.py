@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Collection
 
 import numpy as np
 
@@ -39,6 +40,13 @@ def numbered_modules(graph: Graph) -> tuple[int, ...]:
     last = max(index for index, name in named if name[0] == prefix)
     starts = [index for (p, _), index in firsts.items() if p == prefix]
     return (*sorted(starts), *[i for i in forward if i > last][:1])
+
+
+def is_most_work(graph: Graph, chosen: Collection[int]) -> bool:
+    """Whether at least half of the work of the forward pass is in the chosen nodes."""
+    nodes = forward_nodes(graph)
+    flops = work(graph, nodes)
+    return 2 * float(sum(f for node, f in zip(nodes, flops, strict=True) if node in chosen)) >= float(flops.sum())
 
 
 def even_parts(graph: Graph) -> tuple[int, ...]:

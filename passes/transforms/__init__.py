@@ -3,8 +3,8 @@
 from passes.transforms import stages
 from passes.transforms.batch_axis import AXIS, Coupling, Time, whole_layout
 from passes.transforms.microbatch import Split, loop_of, microbatch_stacks, split, sums_up_front
-from passes.transforms.remat import kept_of, layers, recompute
-from passes.transforms.remat_loops import BodyOrigins, loops
+from passes.transforms.remat import are_loops, kept_of, layers, recompute
+from passes.transforms.remat_loops import BodyOrigins
 from passes.transforms.remat_policy import KEPT, Kept
 from passes.transforms.stage_parts import Part, Stages
 from passes.transforms.stages import cut
@@ -19,11 +19,11 @@ __all__ = [
     "Split",
     "Stages",
     "Time",
+    "are_loops",
     "cut",
     "kept_of",
     "layers",
     "loop_of",
-    "loops",
     "microbatch_stacks",
     "recompute",
     "split",

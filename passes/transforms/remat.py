@@ -50,12 +50,21 @@ def layers(graph: Graph) -> tuple[int, ...]:
     """The first node of every layer of the forward pass and, last, of what follows the last numbered module; empty for
     none.
 
-    Layers are the modules that are numbered (`Block_0`, `Block_1`, ...); or loops, each of which is one, for what its
-    iterations keep; or even parts where little crosses.
+    Layers are loops, each of which is one, for what its iterations keep, if most of the work is in those; or modules that
+    are numbered (`Block_0`, `Block_1`, ...); or even parts where little crosses.
     """
     if not any(phase(graph.nodes[i]) == "forward" for i in forward_nodes(graph)):
         return ()
-    return modules.numbered_modules(graph) or tuple(loop.forward for loop in loops(graph)) or modules.even_parts(graph)
+    looped = tuple(loop.forward for loop in loops(graph))
+    if looped and modules.is_most_work(graph, looped):
+        return looped
+    return modules.numbered_modules(graph) or looped or modules.even_parts(graph)
+
+
+def are_loops(graph: Graph) -> bool:
+    """Whether the `layers` of a program are loops, which stack what their iterations keep."""
+    firsts = layers(graph)
+    return bool(firsts) and {loop.forward for loop in loops(graph)} >= set(firsts)
 
 
 def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
@@ -68,8 +77,8 @@ def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
         rule = f"the forward pass has {len(firsts)} layers, and what each keeps is to be said"
         remedy = "give as many names, or one for all; of a plan in a file, plan again"
         raise PlanningError(explain(f"recomputation for {len(kept)} layers", rule, "", remedy))
-    around = {loop.forward: loop for loop in loops(graph)}
-    if firsts and around.keys() >= set(firsts):
+    if are_loops(graph):
+        around = {loop.forward: loop for loop in loops(graph)}
         return _looped(graph, [(around[first], choice) for first, choice in zip(firsts, kept, strict=True)])
     draft = _Draft(graph=graph, firsts=firsts)
     for layer, choice in enumerate(kept):
