@@ -292,7 +292,7 @@ def _check_options(planner: Auto) -> None:
     check_counts(planner, "max_axes")
     check_optional_counts(planner, "layers")
     set_integers(planner, "stages")
-    check_seconds("Auto", planner.seconds)
+    check_seconds(planner.seconds)
     check_solver("Auto", planner.solver)
     if planner.stages is not None and (type(planner.stages) is not int or planner.stages < 2):
         rule = "a pipeline has two stages or more"
