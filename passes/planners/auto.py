@@ -43,7 +43,16 @@ from typing import cast
 from passes.cluster import Cluster, Mesh
 from passes.errors import InternalError, NoLegalPlanError, OverBudgetError, PlanningError, explain
 from passes.inter_op import SCHEDULES
-from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, for_constraints, layouts, pins, restrictions
+from passes.intra_op import (
+    MeshProblems,
+    MeshSearch,
+    VariantTrials,
+    cheapest_variant,
+    for_constraints,
+    layouts,
+    pins,
+    restrictions,
+)
 from passes.ir import Graph, has_effect
 from passes.memory import margin_of
 from passes.pipeline import Limits, Sample, StagedSearch, layers_of, samples_of
@@ -142,7 +151,7 @@ class Auto:
     def choose(self, step: Step, cluster: Cluster, context: SearchContext) -> Plan:
         """The cheapest plan of a step, without stages, in any of its variants. Raises OverBudgetError."""
         began, limit = time.perf_counter(), self.limit(cluster)
-        search = VariantSearch(
+        trials = VariantTrials(
             step=step,
             limit=limit,
             allowed=_allowed(self, cluster),
@@ -150,10 +159,10 @@ class Auto:
             context=context,
         )
         try:
-            plan = search.run()
+            plan = cheapest_variant(trials)
             return replace(plan, solution=plan.solution.took(time.perf_counter() - began))
         except OverBudgetError as error:
-            least = search.least_memory_plan
+            least = trials.least_memory_plan
 
             def elsewhere(cluster: Cluster) -> Plan | None:
                 """The variant of least memory on another cluster."""
