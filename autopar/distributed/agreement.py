@@ -106,10 +106,13 @@ class Processes:
                 item = ours if ours == theirs else f"{theirs} in place of {ours}"
                 raise self._disagreement(topic, rank, self.ranks[0], f"{item} is {b}, and {a}", where, remedy)
 
-    def agree_where_shared(self, topic: str, items: Mapping[str, str]) -> None:
-        """Raises DisagreementError, with the first rank and item that differ, unless items of one name are the same."""
+    def agree_on_segments(self, digests: Mapping[str, str]) -> None:
+        """Raises DisagreementError, with the first rank and segment that differ, unless those that several processes
+        have of a pipeline's segments are the same.
+        """
+        topic = "the pipeline"
         known: dict[str, tuple[int, str]] = {}
-        for rank, text in zip(self.ranks, self.gather(topic, json.dumps(items)), strict=True):
+        for rank, text in zip(self.ranks, self.gather(topic, json.dumps(digests)), strict=True):
             for name, mine in json.loads(text).items():
                 other, theirs = known.setdefault(name, (rank, mine))
                 if mine != theirs:

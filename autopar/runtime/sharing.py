@@ -110,7 +110,7 @@ def agree(processes: Processes, program: Program, lowered: Sequence[Any]) -> Non
         for number, segment in enumerate(program.segments)
         if lowered[number]
     }
-    processes.agree_where_shared("the pipeline", digests)
+    processes.agree_on_segments(digests)
 
 
 def _text(instruction: Instruction) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from autopar.rewrite import TracedStep
 from autopar.tools.fit import PLANNERS, Announce, Example, Room, Row, RowPlanner, batch_of, quiet, traced_step
 from passes.errors import PlanningError
-from passes.intra_op import MOST_OPERATORS, VariantSearch
+from passes.intra_op import MOST_OPERATORS, VariantTrials, cheapest_variant
 from passes.plan import Plan
 from passes.progress import Deadline, Progress, SearchContext
 
@@ -52,7 +52,7 @@ def _tried(step: TracedStep, room: Room, on_plan: Announce) -> Plan:
         if end.is_over():
             raise _OutOfTime
 
-    return VariantSearch(
+    trials = VariantTrials(
         step=step,
         limit=room.limit_nbytes,
         most=MOST_OPERATORS // MOST_PLANS,
@@ -60,7 +60,8 @@ def _tried(step: TracedStep, room: Room, on_plan: Announce) -> Plan:
             variant, room.cluster, part, offload, most_nbytes
         ),
         context=SearchContext(report=report, deadline=end),
-    ).run()
+    )
+    return cheapest_variant(trials)
 
 
 STRETCHED: dict[str, RowPlanner] = {

@@ -236,8 +236,9 @@ class _Fields:
             raise self.wrong(name, "should be text", "put it in quotes")
         return value
 
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.data.get(name, default)
+    def flag(self, name: str) -> bool:
+        """Whether a field is true; one that is not there is not."""
+        value = self.data.get(name, False)
         if not isinstance(value, bool):
             raise self.wrong(name, "should be true or false", "write true or false, without quotes")
         return value
@@ -370,7 +371,7 @@ def _device(read: _Fields) -> DeviceSpec:
         launch_seconds=read.at_least_0("launch_seconds"),
         source=read.text("source"),
         cores=int(read.at_least_0("cores")),
-        fuses_attention=read.flag("fuses_attention", False),
+        fuses_attention=read.flag("fuses_attention"),
         widened=_texts(read, "widened"),
         **{name: read.rate(name) for name in _EFFICIENCIES if name in read.data},
         **{name: read.at_least_0(name) for name in _RATES if name in read.data},
@@ -392,8 +393,8 @@ def _link(parent: _Fields, name: str) -> Link:
     return Link(
         alpha_seconds=read.at_least_0("alpha_seconds"),
         bytes_per_second=read.rate("bytes_per_second"),
-        reduces=read.flag("reduces", False),
-        low_latency=read.flag("low_latency", False),
+        reduces=read.flag("reduces"),
+        low_latency=read.flag("low_latency"),
         congestion=read.at_least_0("congestion"),
         sent=read.share("sent", 1.0),
     )

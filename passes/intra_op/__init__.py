@@ -11,7 +11,8 @@ from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.mesh_search import MeshSearch, best
 from passes.intra_op.meshes import for_constraints, layouts, named
 from passes.intra_op.offloading import away
-from passes.intra_op.variants import MOST_OPERATORS, VariantSearch
+from passes.intra_op.variant_trials import MOST_OPERATORS, VariantTrials
+from passes.intra_op.variants import cheapest_variant
 
 __all__ = [
     "MOST_OPERATORS",
@@ -19,10 +20,11 @@ __all__ = [
     "MeshProblems",
     "MeshSearch",
     "Solved",
-    "VariantSearch",
+    "VariantTrials",
     "assemble",
     "away",
     "best",
+    "cheapest_variant",
     "computing",
     "extract",
     "for_constraints",

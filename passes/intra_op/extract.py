@@ -57,7 +57,7 @@ def extract_plan(
         seconds={"compute": sum(compute.values()), **moving},
         phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
         computing={name: compute[name] for name in PHASES if name in compute},
-        flops=model_flops(graph, grouping),
+        flops=model_flops(graph),
         nbytes={cause: size for cause, size in memory.nbytes.items() if size},
         memory=MemoryReport.of(memory),
         solution=Solution(
@@ -89,7 +89,7 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     compute = compute_seconds(graph, grouping, mesh, layout)
     computing = {name: compute[name] for name in PHASES if name in compute}
     computing = plan.computing if _alike(computing, plan.computing) else computing
-    plan = replace(plan, computing=computing, flops=model_flops(graph, grouping))
+    plan = replace(plan, computing=computing, flops=model_flops(graph))
     moving, moved = move_seconds(graph, reshardings, resharder)
     offload_seconds = {"offload": transfer_seconds(host_nbytes, mesh)} if plan.offloaded else {}
     seconds = {"compute": sum(compute.values()), **offload_seconds, **moving}

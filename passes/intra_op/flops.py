@@ -12,7 +12,7 @@ from passes.placement import Grouping, Placement, products
 from passes.rules import ShardingRule
 
 
-def model_flops(graph: Graph, grouping: Grouping) -> dict[str, float]:
+def model_flops(graph: Graph) -> dict[str, float]:
     """Flops of one step's matrix products and convolutions on all devices, by dtype of what is multiplied.
 
     What is computed again because it was not kept counts once; a multiply-add counts as two, attention in full whatever
@@ -21,18 +21,7 @@ def model_flops(graph: Graph, grouping: Grouping) -> dict[str, float]:
     Reference: Chowdhery et al., "PaLM" (2022), appendix B; Korthikanti et al., "Reducing Activation Recomputation in
     Large Transformer Models" (2022), section 6: model flops, as against hardware flops.
     """
-    flops: dict[str, float] = {}
-    for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
-        if node.is_recomputed:
-            continue
-        if index in grouping.controls:
-            for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
-                for dtype, inside in model_flops(body.graph, inner).items():
-                    flops[dtype] = flops.get(dtype, 0.0) + body.runs * inside
-        elif rule.is_product:
-            dtype = graph.types[node.inputs[0]].dtype
-            flops[dtype] = flops.get(dtype, 0.0) + rule.flops
-    return flops
+    return products(graph, with_recomputed=False)
 
 
 def product_flops(grouping: Grouping, placements: Sequence[Placement], mesh: Mesh) -> float:

@@ -118,9 +118,9 @@ def _ends_with(graph: Graph, index: int, last: int) -> bool:
     return bool(graph.nodes[index].subgraphs) and index >= last
 
 
-def products(graph: Graph) -> dict[str, float]:
+def products(graph: Graph, *, with_recomputed: bool = True) -> dict[str, float]:
     """The flops of a graph's products on all devices, by the dtype of what they multiply; of a branch, its share."""
-    return _total(_products_by_node(graph))
+    return _total(_products_by_node(graph, with_recomputed=with_recomputed))
 
 
 def _total(by_node: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -128,16 +128,18 @@ def _total(by_node: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for inside in by_node:
         for dtype, once in inside.items():
             flops[dtype] += once
-    return flops
+    return dict(flops)
 
 
-def _products_by_node(graph: Graph) -> list[defaultdict[str, float]]:
+def _products_by_node(graph: Graph, *, with_recomputed: bool = True) -> list[defaultdict[str, float]]:
     """The flops of each node's products, as `products` has those of all."""
     flops = [defaultdict[str, float](float) for _ in graph.nodes]
     for node, rule, inside in zip(graph.nodes, rules_of(graph), flops, strict=True):
+        if node.is_recomputed and not with_recomputed:
+            continue
         control = control_of(node, graph)
         for body in control.bodies if control else ():
-            for dtype, once in products(body.graph).items():
+            for dtype, once in products(body.graph, with_recomputed=with_recomputed).items():
                 inside[dtype] += body.runs * once
         if not node.subgraphs and rule.is_product:
             inside[graph.types[node.inputs[0]].dtype] += rule.flops

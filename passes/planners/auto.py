@@ -43,7 +43,16 @@ from typing import cast
 from passes.cluster import Cluster, Mesh
 from passes.errors import InternalError, NoLegalPlanError, OverBudgetError, PlanningError, explain
 from passes.inter_op import SCHEDULES
-from passes.intra_op import MeshProblems, MeshSearch, VariantSearch, for_constraints, layouts, pins, restrictions
+from passes.intra_op import (
+    MeshProblems,
+    MeshSearch,
+    VariantTrials,
+    cheapest_variant,
+    for_constraints,
+    layouts,
+    pins,
+    restrictions,
+)
 from passes.ir import Graph, has_effect
 from passes.memory import margin_of
 from passes.pipeline import Limits, Sample, StagedSearch, layers_of, samples_of
@@ -82,9 +91,10 @@ class Auto:
 
     No device may need more than `memory_limit` (bytes; words such as `"12 GiB"` become bytes here), by default its own
     memory less a reserve of 6 %; what the compiler of a GPU or TPU may need beyond a prediction is in the limit, too.
-    Where the step as it is written does not fit, it is tried in more microbatches and with less kept. That ends after
-    so much work: a plan does not depend on how busy the machine is. With `seconds` it ends by then, too, once a plan
-    fits, whose `solution.status` is `time limit` if there was more to try.
+    Where the step as it is written does not fit, it is tried in more microbatches and with less kept; layers in a loop
+    are tried with less kept in any case, which may be faster than to stack it. That ends after so much work: a plan
+    does not depend on how busy the machine is. With `seconds` it ends by then, too, once a plan fits, whose
+    `solution.status` is `time limit` if there was more to try.
 
     Inputs whose names match one of the `pins` lie as it says, `{"params/*/mlp/kernel": P(None, "x")}`, and the rest is
     solved for around them; with a `mesh`, `{"data": 4, "model": 2}`, no other is tried and axes have these names, in
@@ -142,7 +152,7 @@ class Auto:
     def choose(self, step: Step, cluster: Cluster, context: SearchContext) -> Plan:
         """The cheapest plan of a step, without stages, in any of its variants. Raises OverBudgetError."""
         began, limit = time.perf_counter(), self.limit(cluster)
-        search = VariantSearch(
+        trials = VariantTrials(
             step=step,
             limit=limit,
             allowed=_allowed(self, cluster),
@@ -150,10 +160,10 @@ class Auto:
             context=context,
         )
         try:
-            plan = search.run()
+            plan = cheapest_variant(trials)
             return replace(plan, solution=plan.solution.took(time.perf_counter() - began))
         except OverBudgetError as error:
-            least = search.least_memory_plan
+            least = trials.least_memory_plan
 
             def elsewhere(cluster: Cluster) -> Plan | None:
                 """The variant of least memory on another cluster."""
@@ -292,7 +302,7 @@ def _check_options(planner: Auto) -> None:
     check_counts(planner, "max_axes")
     check_optional_counts(planner, "layers")
     set_integers(planner, "stages")
-    check_seconds("Auto", planner.seconds)
+    check_seconds(planner.seconds)
     check_solver("Auto", planner.solver)
     if planner.stages is not None and (type(planner.stages) is not int or planner.stages < 2):
         rule = "a pipeline has two stages or more"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, cast
 
 from passes.errors import PlanningError, close, explain
-from passes.inter_op import SCHEDULES
+from passes.inter_op import SCHEDULES, is_chunked
 from passes.solver import SolverOptions
 from passes.text import plain_integer
 
@@ -54,12 +54,12 @@ def check_layers(planner: str, pattern: object) -> None:
         raise PlanningError(explain(f"{planner}(layers={pattern!r:.40})", rule, "", 'write, say, layers="Block_*"'))
 
 
-def check_seconds(planner: str, seconds: Any) -> None:
+def check_seconds(seconds: Any) -> None:
     """Raises PlanningError unless a limit is a number of seconds from 0, or none."""
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if seconds is not None and not (is_number and 0 <= seconds < math.inf):
         rule = "a limit is a number of seconds"
-        raise PlanningError(explain(f"{planner}(seconds={seconds!r:.40})", rule, "", "leave it out for none"))
+        raise PlanningError(explain(f"Auto(seconds={seconds!r:.40})", rule, "", "leave it out for none"))
 
 
 def checked_schedules(planner: str, names: Any) -> tuple[str, ...]:
@@ -76,11 +76,20 @@ def checked_schedules(planner: str, names: Any) -> tuple[str, ...]:
     raise PlanningError(explain(f"{planner}(schedules={names!r:.60})", rule, "", meant or "leave it out for all"))
 
 
-def check_schedule(planner: str, name: Any) -> None:
-    """Raises PlanningError for what is not the name of a schedule."""
+def checked_schedule(planner: str, name: Any, interleave: int) -> str:
+    """The schedule of that name, of which `interleave` stages take turns on each submesh: `interleaved` in the place of
+    the default. Raises PlanningError for what is no schedule, and for one that has no turns.
+    """
     if not _is_schedule(name):
         rule, remedy = f"known are {', '.join(SCHEDULES)}", close(str(name), SCHEDULES) or "leave it out"
         raise PlanningError(explain(f"{planner}(schedule={name!r:.60})", rule, "", remedy))
+    schedule = "interleaved" if interleave > 1 and name == "1f1b" else cast("str", name)
+    if interleave > 1 and not is_chunked(schedule):
+        chunked = ", ".join(repr(each) for each in SCHEDULES if is_chunked(each))
+        rule = f"it gives each submesh one stage, not {interleave} that take turns; {chunked} has turns"
+        remedy = "leave out interleave=, or schedule="
+        raise PlanningError(explain(f"{planner}(schedule={name!r}, interleave={interleave})", rule, "", remedy))
+    return schedule
 
 
 def check_solver(planner: str, solver: object) -> None:

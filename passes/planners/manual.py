@@ -25,8 +25,8 @@ from passes.planners.checks import (
     check_counts,
     check_layers,
     check_optional_counts,
-    check_schedule,
     check_solver,
+    checked_schedule,
     checked_submeshes,
     listed,
     set_integers,
@@ -150,7 +150,7 @@ class Megatron:
         check_counts(self, "data", "tensor", "pipeline", "interleave")
         set_integers(self, "zero")
         restrictions.check_optimizer_stage(self.zero)
-        check_schedule("Megatron", self.schedule)
+        checked_schedule("Megatron", self.schedule, self.interleave)
         if self.interleave > 1 and self.pipeline == 1:
             rule = "interleaves the stages of a pipeline, and there is none"
             raise PlanningError(explain(f"Megatron(interleave={self.interleave})", rule, "", "give pipeline= as well"))
@@ -183,7 +183,7 @@ class Megatron:
             restrict = partial(restrictions.megatron, batch=step.batch, is_state_cut=self.zero > 0)
             return Planned.of(_best(self.name, step, mesh, self.solver, restrict), step)
         firsts = stage_cuts(body_of(step.graph), self.stages)
-        schedule = _schedule(self.schedule, self.interleave)
+        schedule = checked_schedule("Megatron", self.schedule, self.interleave)
 
         def plan_stage(part: Step, stage: int) -> Plan:
             return _best(f"stage {stage}", part, mesh, self.solver, self.restriction)
@@ -220,7 +220,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         check_counts(self, "stages", "microbatches", "interleave", "max_axes")
-        check_schedule("Pipeline", self.schedule)
+        checked_schedule("Pipeline", self.schedule, self.interleave)
         check_layers("Pipeline", self.layers)
         check_solver("Pipeline", self.solver)
         object.__setattr__(self, "submeshes", checked_submeshes("Pipeline", self.submeshes))
@@ -260,14 +260,9 @@ class Pipeline:
             restrict = by_name[submesh] if by_name[submesh].pins else None
             return best(f"stage {stage}", part.graph, meshes, part.state_pairs, part.donated, self.solver, restrict)
 
-        schedule = _schedule(self.schedule, self.interleave)
+        schedule = checked_schedule("Pipeline", self.schedule, self.interleave)
         name = f"pipeline of {self.stages}" + (f", interleave {self.interleave}" if self.interleave > 1 else "")
         return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
-
-
-def _schedule(name: str, interleave: int) -> str:
-    """The schedule of that name; that of several stages in turn for the default one."""
-    return "interleaved" if interleave > 1 and name == "1f1b" else name
 
 
 def _checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:

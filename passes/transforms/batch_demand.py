@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from passes.placement import Placement, is_free
+from passes.placement import Layout, Placement, is_free
 from passes.sharding import ShardingSpec
-from passes.transforms.batch_axis import AXIS, LoopInTime, Walk
+from passes.transforms.batch_axis import BatchWalk, LoopInTime
+from passes.transforms.time_axis import AXIS, whole
 
 
-def sink(walk: Walk) -> None:
+def sink(walk: BatchWalk) -> None:
     """Computes in pieces what is wanted in pieces only: random bits are drawn a microbatch at a time."""
     demanded = walk.read_specs
 
@@ -39,7 +40,7 @@ def sink(walk: Walk) -> None:
             want(node.inputs, walk.placements[index].operands)
 
 
-def _finished(walk: Walk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement:
+def _finished(walk: BatchWalk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement:
     """A loop or branch with its bodies; results that microbatches do not change are cut as all want them."""
     node, loop = walk.graph.nodes[index], walk.loops[index]
     entering = {port for body in loop.control.bodies for port in body.inputs}
@@ -56,10 +57,15 @@ def _finished(walk: Walk, index: int, demanded: Mapping[int, set[ShardingSpec]])
         sink(inside)
     _narrow(loop)
     bodies = zip(loop.control.bodies, loop.walks, strict=True)
-    return loop.placement(tuple(inside.layout([loop.ports[s] for s in body.inputs]) for body, inside in bodies))
+    return loop.placement(tuple(_layout(inside, [loop.ports[s] for s in body.inputs]) for body, inside in bodies))
 
 
-def _in_pieces(walk: Walk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement | None:
+def _layout(walk: BatchWalk, inputs: Sequence[ShardingSpec]) -> Layout:
+    placements = [walk.placements.get(i) or whole(node, walk.graph) for i, node in enumerate(walk.graph.nodes)]
+    return Layout(inputs=tuple(inputs), placements=tuple(placements), outputs=walk.outputs)
+
+
+def _in_pieces(walk: BatchWalk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement | None:
     """A node that no microbatch changes, cut as everyone wants its result."""
     node, rule = walk.graph.nodes[index], walk.rules[index]
     specs = set(itertools.chain.from_iterable(demanded.get(v, ()) for v in node.outputs))

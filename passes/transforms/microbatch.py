@@ -21,8 +21,9 @@ from passes.ir import LOOP, Graph, StatePairs, control_of, has_effect, is_ordere
 from passes.layers import OTHERWISE, batch_inputs, taken_for
 from passes.placement import Placement, is_free
 from passes.sharding import ShardingSpec, replicated
-from passes.transforms.batch_axis import AXIS, PICKED, Coupling, Refusal, Time, Walk
+from passes.transforms.batch_axis import PICKED, BatchWalk, location
 from passes.transforms.batch_demand import sink
+from passes.transforms.time_axis import AXIS, Coupling, Time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ def microbatch_stacks(graph: Graph) -> frozenset[int]:
     return frozenset(value for value, port_use in operands if port_use.stacked) & frozenset(graph.inputs)
 
 
-def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> Walk:
+def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> BatchWalk:
     """The place of everything in time if these inputs are cut; what uses a sum comes after the loop if it `waits`."""
     time = Time(count, single=any(graph.types[graph.inputs[position]].shape[0] == 1 for position in batch))
     rules = time.rules(graph)
@@ -122,9 +123,8 @@ def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling
     varying = {graph.inputs[i] for i in batch}
     up_front: frozenset[int] = frozenset()
     while True:
-        walk = Walk(graph, time, rules, coupling, up_front, waits=waits)
-        walk.start(inputs, varying)
-        walk.run()
+        walk = BatchWalk(graph, time, rules, coupling, up_front, waits=waits)
+        walk.run(inputs, varying)
         if not walk.wanted_up_front - up_front:
             break
         up_front |= walk.wanted_up_front
@@ -132,7 +132,7 @@ def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling
     return walk
 
 
-def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
+def _regions(walk: BatchWalk, batch: tuple[int, ...]) -> Split:
     """The regions in which nodes are computed.
 
     Raises PlanningError if an operator couples microbatches, or nothing is cut.
@@ -154,7 +154,7 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
             explain(
                 f"microbatches={count}",
                 "a microbatch must be computed by itself, and this function needs its whole batch at once"
-                + (f" ({walk.refusals[0]})" if walk.refusals else ""),
+                + (f" ({location(walk.refusals[0].node)})" if walk.refusals else ""),
                 taken_for(graph, batch),
                 f"leave out microbatches=, or {OTHERWISE}",
             )
@@ -178,7 +178,7 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
 class _AroundTheLoop:
     """The nodes computed `up_front` and `after` the loop for outputs and effects; the values `carried` out of it."""
 
-    def __init__(self, walk: Walk, effects: Sequence[int]) -> None:
+    def __init__(self, walk: BatchWalk, effects: Sequence[int]) -> None:
         self.walk, self.graph = walk, walk.graph
         self.after: set[int] = set()
         self.carried: dict[int, ShardingSpec] = {}
@@ -228,7 +228,7 @@ class _AroundTheLoop:
         return are_sums and not walk.varying.issuperset(node.inputs) and readers <= self.after | walk.later
 
 
-def _inside(walk: Walk, around: _AroundTheLoop) -> set[int]:
+def _inside(walk: BatchWalk, around: _AroundTheLoop) -> set[int]:
     """The nodes of the loop: those that make what is carried out of it; what else they read is made up front."""
     graph, loop, live = walk.graph, set[int](), set(around.carried)
     for index in reversed(range(len(graph.nodes))):
@@ -248,7 +248,7 @@ def _inside(walk: Walk, around: _AroundTheLoop) -> set[int]:
     return loop
 
 
-def _reordered(walk: Walk, loop: set[int], live: set[int]) -> set[int]:
+def _reordered(walk: BatchWalk, loop: set[int], live: set[int]) -> set[int]:
     """The nodes that put what a loop reads in another order for it, as a tied weight's transpose, though no microbatch
     changes them.
 
@@ -262,14 +262,14 @@ def _reordered(walk: Walk, loop: set[int], live: set[int]) -> set[int]:
     }
 
 
-def _check_repeated(walk: Walk, effects: Sequence[int], count: int) -> None:
+def _check_repeated(walk: BatchWalk, effects: Sequence[int], count: int) -> None:
     """Raises PlanningError for an effect that every microbatch would have."""
     for index in effects:
         if index in walk.placements and index not in walk.later:
             node = walk.graph.nodes[index]
             raise PlanningError(
                 explain(
-                    f"microbatches={count} of a step with {Refusal(node=node, words='')}",
+                    f"microbatches={count} of a step with {location(node)}",
                     "a callback runs once a step, on whole operands; this one is in what every microbatch computes",
                     "",
                     "move it out of the loop that it is in, or leave out microbatches=",
@@ -281,7 +281,7 @@ def _check_order(graph: Graph, before: Sequence[int], after: Sequence[int], coun
     """Raises PlanningError for ordered effects that microbatches would bring out of order."""
     early, late = ([i for i in side if is_ordered(graph.nodes[i])] for side in (before, after))
     if early and late and max(early) > min(late):
-        first, second = (Refusal(node=graph.nodes[i], words="") for i in (min(late), max(early)))
+        first, second = (location(graph.nodes[i]) for i in (min(late), max(early)))
         raise PlanningError(
             explain(
                 f"microbatches={count} of a step with ordered callbacks, {first} and then {second}",
@@ -292,10 +292,10 @@ def _check_order(graph: Graph, before: Sequence[int], after: Sequence[int], coun
         )
 
 
-def _coupled(walk: Walk, batch: Sequence[int]) -> str:
+def _coupled(walk: BatchWalk, batch: Sequence[int]) -> str:
     refusal = (walk.refusals or walk.delayed)[0]
     remedy = "leave out microbatches=, in a pipeline write microbatches=1"
-    if refusal.words == PICKED:
+    if refusal.reason == PICKED:
         remedy += ", or pick the rows before the step and pass them beside the others"
     elif walk.coupling == "exact":
         remedy += (
@@ -303,8 +303,8 @@ def _coupled(walk: Walk, batch: Sequence[int]) -> str:
             "statistics"
         )
     return explain(
-        f"microbatches={walk.time.count} of a batch that {refusal} needs as a whole",
-        f"microbatches add up to the full step only where each is computed by itself; here {refusal.words}",
+        f"microbatches={walk.time.count} of a batch that {location(refusal.node)} needs as a whole",
+        f"microbatches add up to the full step only where each is computed by itself; here {refusal.reason}",
         taken_for(walk.graph, batch),
         f"{remedy}; if that is not the batch, {OTHERWISE}",
     )

@@ -50,8 +50,8 @@ def layers(graph: Graph) -> tuple[int, ...]:
     """The first node of every layer of the forward pass and, last, of what follows the last numbered module; empty for
     none.
 
-    Layers are loops, each of which is one, for what its iterations keep, if most of the work is in those; or modules that
-    are numbered (`Block_0`, `Block_1`, ...); or even parts where little crosses.
+    Layers are loops, each of which is one, for what its iterations keep, if most of the work is in those; or modules
+    that are numbered (`Block_0`, `Block_1`, ...); or even parts where little crosses.
     """
     if not any(phase(graph.nodes[i]) == "forward" for i in forward_nodes(graph)):
         return ()

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import autopar
-from passes.intra_op import MeshProblems, memory_limit, variants
+from passes.intra_op import MeshProblems, memory_limit, variant_trials, variants
 from passes.memory import margin_of
 from tests.sample import half, slow
 
@@ -112,8 +112,8 @@ def test_what_is_not_expected_to_fit_by_hand_is_tried_before_a_limit_is_refused(
 
     monkeypatch.setattr(MeshProblems, "look", gloomy)
     monkeypatch.setattr(memory_limit, "_ROUNDS", 0)
-    monkeypatch.setattr(variants, "_least", lambda _: None)
-    monkeypatch.setattr(variants, "idle_state", lambda *_: ())
+    monkeypatch.setattr(variants, "_of_fewest_nbytes", lambda _: None)
+    monkeypatch.setattr(variant_trials, "idle_state", lambda *_: ())
     step, state, batch = feed_forward()
     made = autopar.parallelize(
         step,

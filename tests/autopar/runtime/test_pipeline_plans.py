@@ -127,7 +127,6 @@ def test_the_whole_step_is_in_the_stages_once():
         (Pipeline(stages=2, microbatches=2, submeshes=(4, 2)), "has 4"),
         (Pipeline(stages=2, microbatches=3), "must divide the batch, which is 16"),
         (Pipeline(stages=2, microbatches=2, submeshes=(1,)), "one submesh for each stage"),
-        (Pipeline(stages=2, microbatches=2, schedule="gpipe", interleave=2), "puts 1 stage on each device group"),
         (Pipeline(stages=40, microbatches=2, submeshes=(1,) * 40), "has 4"),
     ],
 )

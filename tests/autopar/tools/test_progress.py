@@ -21,7 +21,7 @@ from autopar import Progress
 from autopar.errors import ArgumentError
 from autopar.tools.cli import main
 from passes.errors import OverBudgetError
-from passes.intra_op import VariantSearch
+from passes.intra_op import VariantTrials, cheapest_variant
 from passes.ir import Graph
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.shapes import Draft
@@ -88,7 +88,7 @@ class Empty(Step):
 
 @dataclass
 class Searched:
-    """A search of one variant as `VariantSearch` sees it: a plan of `seconds`, where `cheapest_within` has it fit."""
+    """A search of one variant as `VariantTrials` sees it: a plan of `seconds`, where `cheapest_within` has it fit."""
 
     context: SearchContext
     seconds: float
@@ -147,7 +147,7 @@ def varied(
     seconds: float | None = None,
     most: int = 99,
     least: Callable[[int], float] = lambda place: 0.1,
-) -> VariantSearch:
+) -> VariantTrials:
     """A search among forms: those planned at places of `fitting` fit in so many seconds, none in less than `least`."""
     places = itertools.count()
 
@@ -155,7 +155,7 @@ def varied(
         at = next(places)
         return Searched(context=context, seconds=fitting.get(at, 1.0), can_fit=at in fitting, least_seconds=least(at))
 
-    return VariantSearch(
+    return VariantTrials(
         step=Empty(graph=GRAPH),
         limit=12,
         most=most,
@@ -181,7 +181,7 @@ def test_every_mesh_is_tabulated_and_solved():
 
 def test_forms_are_named_and_may_have_a_time_budget():
     told: list[Progress] = []
-    found = varied(told.append, {2: 0.9, 4: 0.8, 5: 0.7}, seconds=60.0).run()
+    found = cheapest_variant(varied(told.append, {2: 0.9, 4: 0.8, 5: 0.7}, seconds=60.0))
     assert found.step_seconds == 0.7
     assert found.microbatches == 2
     assert [p.phase for p in told if p.phase.endswith("fit")] == [
@@ -205,13 +205,13 @@ def test_forms_are_named_and_may_have_a_time_budget():
 def test_forms_that_compute_more_than_one_too_dear_are_not_planned():
     """As it is in two microbatches the step takes longer than what fits: no less in four, whatever it keeps."""
     search = varied(lambda _: None, {2: 0.9, 4: 0.8}, least=lambda place: 0.85 if place >= 5 else 0.1)
-    assert search.run().step_seconds == 0.8
+    assert cheapest_variant(search).step_seconds == 0.8
     assert {variant.count for variant in search.planned if not variant.kept} == {1, 2}
 
 
 def test_no_time_is_left_where_none_was_given():
     told: list[Progress] = []
-    varied(told.append, {2: 0.9}).run()
+    cheapest_variant(varied(told.append, {2: 0.9}))
     assert told
     assert all(p.seconds_left is None for p in told)
 
@@ -220,23 +220,22 @@ def test_no_time_is_left_where_none_was_given():
 def test_a_search_among_forms_ends_after_so_much_work(most: int, planned: int, seconds: float):
     """The step as it is and the leanest form in each number of microbatches are planned whatever that takes."""
     search = varied(lambda _: None, {2: 0.9, 4: 0.8, 5: 0.7}, most=most)
-    found = search.run()
-    assert search.operators == planned
-    assert found.step_seconds == seconds
+    found = cheapest_variant(search)
+    assert (search.operators, found.step_seconds) == (planned, seconds)
     assert found.solution.status == GOLDEN.solution.status
 
 
 def test_a_search_that_seconds_end_says_so():
     search = varied(lambda _: None, {2: 0.9, 4: 0.8}, seconds=0.0)
-    found = search.run()
+    found = cheapest_variant(search)
     assert (search.operators, found.step_seconds, found.solution.status) == (4, 0.9, "time limit")
-    whole = varied(lambda _: None, {2: 0.9, 4: 0.8}, seconds=60.0).run()
+    whole = cheapest_variant(varied(lambda _: None, {2: 0.9, 4: 0.8}, seconds=60.0))
     assert (whole.step_seconds, whole.solution.status) == (0.8, GOLDEN.solution.status)
 
 
 def test_a_plan_that_is_good_enough_is_not_ended_by_seconds():
-    found = varied(lambda _: None, {0: 0.1}, seconds=0.0)
-    assert found.run().solution.status == GOLDEN.solution.status
+    found = cheapest_variant(varied(lambda _: None, {0: 0.1}, seconds=0.0))
+    assert found.solution.status == GOLDEN.solution.status
 
 
 def test_stages_are_told():
@@ -286,15 +285,16 @@ def test_a_planner_that_was_not_asked_to_is_stopped():
 
 def test_a_search_among_forms_returns_the_best_that_fits():
     report = stopping(lambda p: p.phase.startswith("2 microbatches: fit"))
-    found = varied(report, {2: 0.9, 4: 0.8}).run()
+    found = cheapest_variant(varied(report, {2: 0.9, 4: 0.8}))
     assert (found.step_seconds, found.microbatches, found.solution.status) == (0.8, 2, "interrupted")
 
 
 def test_a_search_among_forms_without_one_that_fits_has_none():
     with pytest.raises(KeyboardInterrupt):
-        varied(stopping(lambda p: p.phase.startswith("2 microbatches")), {5: 0.7}).run()
+        cheapest_variant(varied(stopping(lambda p: p.phase.startswith("2 microbatches")), {5: 0.7}))
+    report = stopping(lambda p: p.phase.startswith("4 microbatches"))
     with pytest.raises(KeyboardInterrupt):
-        varied(stopping(lambda p: p.phase.startswith("4 microbatches")), {2: 0.8}, interruptible=False).run()
+        cheapest_variant(varied(report, {2: 0.8}, interruptible=False))
 
 
 @pytest.mark.parametrize("fits", [False, True])
@@ -305,7 +305,7 @@ def test_a_form_whose_own_search_was_interrupted_is_the_last(fits: bool):
         return Searched(context=context, seconds=1.0 - 0.1 * len(searches), **searches.pop(0))
 
     context = SearchContext(interruptible=True)
-    found = VariantSearch(step=Empty(graph=GRAPH), limit=12, search=search, context=context).run()
+    found = cheapest_variant(VariantTrials(step=Empty(graph=GRAPH), limit=12, search=search, context=context))
     assert found.solution.status == "interrupted"
     assert not searches
     assert not found.remat  # an answer that needs more than the limit is not fitted any more

@@ -7,7 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from passes.intra_op.variants import VariantSearch
+from passes.intra_op import variants
+from passes.intra_op.variant_trials import VariantTrials
+from passes.intra_op.variants import cheapest_variant
 from passes.plan import INTERRUPTED
 from passes.progress import Deadline, SearchContext
 
@@ -23,10 +25,10 @@ class Found:
         return Found(self.step_seconds, status)
 
 
-def searching(seconds: float, deadline: Deadline | None = None) -> VariantSearch:
+def searching(seconds: float, deadline: Deadline | None = None) -> VariantTrials:
     """A search at a plan of so many seconds, where one is what the step takes without a limit."""
     context = SearchContext(deadline=deadline or Deadline(), interruptible=True)
-    search = VariantSearch(step=cast("Any", None), limit=1.0, search=cast("Any", None), context=context)
+    search = VariantTrials(step=cast("Any", None), limit=1.0, search=cast("Any", None), context=context)
     search.best, search.least_seconds = cast("Any", Found(seconds)), 1.0
     search.put_off()
     return search
@@ -42,10 +44,10 @@ def test_a_plan_by_offloading_waits_where_it_is_slow_and_time_is_not_short(
 
 
 def test_an_interruption_takes_the_plan_that_waits(monkeypatch: pytest.MonkeyPatch):
-    def interrupted(search: VariantSearch) -> None:
+    def interrupted(trials: VariantTrials) -> None:
         raise KeyboardInterrupt
 
     search = searching(5.0)
-    monkeypatch.setattr(VariantSearch, "_run", interrupted)
-    plan: Any = search.run()
+    monkeypatch.setattr(variants, "_cheapest", interrupted)
+    plan: Any = cheapest_variant(search)
     assert (plan.step_seconds, plan.status) == (5.0, INTERRUPTED)

@@ -8,8 +8,8 @@ import pytest
 
 from passes.pipeline.segments import subgraph_of, value_specs
 from passes.pipeline.structural_hash import structural_hash
-from passes.transforms.batch_axis import whole_layout
 from passes.transforms.stages import state_pairs_of
+from passes.transforms.time_axis import whole_layout
 from tests.passes.transforms.test_stages import APPLY, SIDE, made
 
 

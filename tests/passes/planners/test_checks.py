@@ -61,6 +61,16 @@ from passes.solver import SolverOptions
         (Megatron, {"data": 2, "tensor": 2, "zero": 3}, "Megatron(zero=3): beside tensors"),
         (Megatron, {"data": 2, "tensor": 2, "schedule": "1f2b"}, "did you mean '1f1b'?"),
         (Megatron, {"data": 2, "tensor": 2, "interleave": 2}, "Megatron(interleave=2): interleaves the stages of a"),
+        (
+            Megatron,
+            {"data": 1, "tensor": 2, "pipeline": 2, "interleave": 2, "schedule": "zero-bubble-h1"},
+            "it gives each submesh one stage, not 2 that take turns; 'interleaved' has turns",
+        ),
+        (
+            Pipeline,
+            {"stages": 2, "microbatches": 2, "interleave": 2, "schedule": "gpipe"},
+            "Pipeline(schedule='gpipe', interleave=2): it gives each submesh one stage",
+        ),
         (Pipeline, {"stages": 2, "microbatches": 2, "schedule": "2f2b"}, "Pipeline(schedule='2f2b'): known are gpipe"),
         (Zero, {"stage": 4}, "Zero(stage=4): ZeRO has stages 1, 2 and 3"),
         (Zero, {"stage": True}, "Zero(stage=True): ZeRO has stages 1, 2 and 3"),

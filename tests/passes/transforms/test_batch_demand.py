@@ -3,8 +3,9 @@
 from passes.ir import Graph, Node, TensorType
 from passes.rules import rule_of
 from passes.sharding import parse_spec, replicated
-from passes.transforms.batch_axis import AXIS, Time, Walk
+from passes.transforms.batch_axis import BatchWalk
 from passes.transforms.batch_demand import sink
+from passes.transforms.time_axis import AXIS, Time
 
 ROWS = 8
 
@@ -25,9 +26,8 @@ def masked() -> Graph:
 
 def test_a_mask_over_the_batch_is_made_a_microbatch_at_a_time() -> None:
     graph, pieces = masked(), parse_spec(f"[{AXIS}, -]")
-    walk = Walk(graph, Time(4), {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}, "exact")
-    walk.start([pieces, replicated(1), replicated(2)], {0})
-    walk.run()
+    walk = BatchWalk(graph, Time(4), {i: rule_of(node, graph) for i, node in enumerate(graph.nodes)}, "exact")
+    walk.run([pieces, replicated(1), replicated(2)], {0})
     assert not walk.placements.keys() & {0, 1, 3}
     sink(walk)
     assert walk.placements[0].operands == (replicated(1),)

@@ -3,9 +3,9 @@
 import pytest
 
 from passes.layers import adds_up, after_backward, everywhere
-from passes.transforms.batch_axis import AXIS, Time, only_reports, whole_layout
 from passes.transforms.stage_assignment import StageAssignment
 from passes.transforms.stage_drafts import LoopDrafts, StepDrafts
+from passes.transforms.time_axis import AXIS, Time, whole_layout
 from tests.passes.transforms.test_stages import made
 
 SEEDS = range(20)
@@ -56,4 +56,3 @@ def test_a_value_in_time_is_as_large_as_a_microbatch() -> None:
     for node, placement in zip(graph.nodes, layout.placements, strict=True):
         assert len(placement.bodies) == len(node.subgraphs)
         assert [len(spec.dims) for spec in placement.results] == [graph.types[v].rank for v in node.outputs]
-        assert not only_reports(node)

@@ -1,0 +1,238 @@
+"""The variants of a step that were planned: which plan is the best so far, which may fit, and what is worth trying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from passes.errors import OverBudgetError
+from passes.intra_op.by_hand import SURELY
+from passes.intra_op.forms import computes_more
+from passes.intra_op.mesh_search import MeshSearch
+from passes.intra_op.offloading import idle_state
+from passes.plan import Alternative, Plan
+from passes.progress import SearchContext
+from passes.step import Step, Variant
+from passes.text import quantities
+
+_GOOD_ENOUGH = 1.02
+"""A plan this close, as a factor of its seconds, to the step without a limit is good enough: variants of less memory
+take longer, as they compute more (`python -m benchmarks.memory_limit` shows what a limit costs).
+"""
+
+_BY_OFFLOADING = 4.0
+"""The multiple of its time without a limit that the step as it is written may take, with state offloaded, and be what
+others are measured by; beyond that a bisection finds what fits. Nine residual layers within .95 of their memory: 2.6,
+then 2.1."""
+
+_LOW_MEMORY = 4
+"""The number of variants of least memory that are kept, to be planned for less of it where none fits."""
+
+MOST_OPERATORS = 50_000
+"""Once a variant fits, others are planned while all of them on all meshes have fewer operators than this.
+
+That is all variants of a small step and a few of a GPT of 24 layers: about a minute of either.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trial:
+    """A variant that was planned: its search over meshes, and the seconds of its plan that fits, if it has one."""
+
+    variant: Variant
+    search: MeshSearch
+    seconds: float = math.inf
+
+
+@dataclass(slots=True, kw_only=True)
+class VariantTrials:
+    """The variants of a step that were planned for at most `limit` bytes, and what they have shown.
+
+    What is known without a search within the limit, the plan without one and those by hand, may need what is `allowed`.
+    So may the plan of least memory where nothing else is found: a limit whose margin cannot be kept is kept without.
+
+    `search` plans a step, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Once a
+    variant fits, others are tried while all that were `planned`, on all meshes, have fewer than `most` operators, and
+    until the deadline of the `context`.
+
+    `fitted` are those that fit, the fastest first; `low_memory` those of least memory that do not, `refused` those of
+    which plans by hand were left out, and those `waiting` are put off until one fits as it is. `dear` ones take longer
+    than the best on every mesh, whatever memory they need. A plan `by_offloading` that takes much longer than the one
+    without a limit waits until the end.
+    """
+
+    step: Step
+    limit: float
+    allowed: float = -math.inf
+    search: Callable[[Step, bool, float, SearchContext], MeshSearch]
+    most: int = MOST_OPERATORS
+    context: SearchContext = field(default_factory=SearchContext)
+    best: Plan | None = field(default=None, init=False)
+    by_offloading: Plan | None = field(default=None, init=False)
+    least_memory_plan: Plan | None = field(default=None, init=False)
+    least_seconds: float = field(default=0.0, init=False)
+    offloads: bool = field(default=True, init=False)
+    operators: int = field(default=0, init=False)
+    planned: set[Variant] = field(default_factory=set[Variant], init=False)
+    dear: list[Variant] = field(default_factory=list[Variant], init=False)
+    fitted: list[Trial] = field(default_factory=list[Trial], init=False)
+    low_memory: list[Trial] = field(default_factory=list[Trial], init=False)
+    refused: list[Trial] = field(default_factory=list[Trial], init=False)
+    waiting: list[Trial] = field(default_factory=list[Trial], init=False)
+    alternatives: list[Alternative] = field(default_factory=list[Alternative], init=False)
+    _expected_nbytes: dict[Variant, dict[int, float]] = field(
+        default_factory=dict[Variant, "dict[int, float]"], init=False
+    )
+    _free: dict[Variant, Trial] = field(default_factory=dict[Variant, Trial], init=False)
+    _last: Trial | None = field(default=None, init=False)
+
+    @property
+    def most_nbytes(self) -> float:
+        """The bytes that a plan may need that takes no search within the limit."""
+        return max(self.limit, self.allowed)
+
+    @property
+    def fastest(self) -> Plan | None:
+        """The fastest plan that fits so far, if any does, one that was put off as well."""
+        known = [plan for plan in (self.best, self.by_offloading) if plan]
+        return min(known, key=lambda plan: plan.step_seconds, default=None)
+
+    def goes_on(self) -> bool:
+        """Whether another variant is tried, now that one fits."""
+        return self.operators < self.most and not self.context.deadline.is_over()
+
+    @property
+    def wants_better(self) -> bool:
+        """Whether no plan fits yet, or one that may be bettered in the work that is left."""
+        return self.best is None or (self.best.step_seconds > _GOOD_ENOUGH * self.least_seconds and self.goes_on())
+
+    def is_dear(self, variant: Variant) -> bool:
+        """Whether a variant computes more than one that takes longer than the best whatever memory it needs."""
+        dearer = [dear for dear in self.dear if not self.step.has_stacks or dear.kept == variant.kept]
+        return any(computes_more(variant, dear) for dear in dearer)
+
+    def may_fit(self, variant: Variant) -> bool:
+        """Whether a variant may keep the limit: in fewer microbatches at least as much is needed, in twice as many half
+        as much.
+        """
+        known = self._expected_nbytes.get(replace(variant, microbatches=1), {})
+        least = max((nbytes * min(1.0, count / variant.count) for count, nbytes in known.items()), default=0.0)
+        return least <= SURELY * self.limit
+
+    def put_off(self) -> None:
+        """Keeps the plan for the end if it takes much longer than without a limit; not where a deadline is set."""
+        is_slow = self.best is not None and self.best.step_seconds > _BY_OFFLOADING * self.least_seconds
+        if is_slow and self.context.deadline.seconds is None:
+            self.by_offloading, self.best = self.best, None
+
+    def without_limit(self, variants: Sequence[Variant]) -> Plan | None:
+        """The cheapest plan of these variants, as written first, if it fits: then no limit is felt."""
+        for variant in variants:
+            trial = self._planned(variant, self.step.variant(variant), math.inf)
+            plan = trial.search.cheapest.of_variant(variant)
+            if fits := plan.peak_nbytes <= self.most_nbytes:
+                self.best = min(self.best or plan, plan, key=lambda plan: plan.step_seconds)
+            over = f"over the memory limit of {quantities.nbytes(self.limit)}"
+            self._tell_of(plan, variant, "takes longer" if fits else over)
+            self._free[variant] = trial
+            self.context.raise_if_interrupted()
+        self.least_seconds = min(trial.search.least_seconds for trial in self._free.values())
+        best, self.best = self.best, None
+        fastest = min(self.alternatives, key=lambda alternative: alternative.seconds)
+        if best is not None and best.step_seconds <= fastest.seconds:
+            return best.beside([other for other in self.alternatives if other is not fastest])
+        cluster = self._free[variants[0]].search.cheapest.cluster
+        has_way = cluster.group().device.host_bytes_per_second > 0
+        self.offloads = has_way and bool(idle_state(self.step.graph, self.step.state_pairs))
+        return None
+
+    def planned_freely(self, variant: Variant, step: Step) -> Trial:
+        """A variant, which is the `step`, planned without a limit."""
+        if variant in self._free:
+            self._last = self._free[variant]
+            return self._last
+        return self._planned(variant, step, self.limit)
+
+    def _planned(self, variant: Variant, step: Step, most_nbytes: float) -> Trial:
+        """A variant planned on every mesh on which plans of at most so many bytes may be."""
+        cutoff = self.best.step_seconds if self.best else float("inf")
+        context = self.context.part(str(variant), best=self._best_seconds, cutoff=cutoff)
+        other = replace(variant, offload=not variant.offload)
+        # What does not fit on a mesh may do so with state offloaded.
+        if self._last is not None and self._last.variant == other and not self._last.search.infeasible:
+            trial = Trial(variant=variant, search=self._last.search.again(context, offload=variant.offload))
+        else:
+            trial = Trial(variant=variant, search=self.search(step, variant.offload, most_nbytes, context))
+            self._last = trial
+        self.operators += trial.search.operators
+        return trial
+
+    def _best_seconds(self, unlimited: float | None) -> float | None:
+        """Seconds of the best plan so far; `unlimited` is that of a variant that may not fit."""
+        if self.best:
+            return self.best.step_seconds
+        return None if self._free else unlimited
+
+    def note(self, trial: Trial) -> None:
+        """Notes that a variant was planned, and whether any plan of it may be worth its memory."""
+        self.planned.add(trial.variant)
+        if self.best and not trial.search.infeasible and trial.search.least_seconds >= self.best.step_seconds:
+            self.dear.append(trial.variant)
+
+    def put_in_line(self, trial: Trial) -> bool:
+        """Whether a variant waits, since its cheapest plan does not fit."""
+        waits = not trial.search.fits(self.limit) and not self.context.is_interrupted
+        if waits:
+            self._expect(trial)
+            self.waiting.append(trial)
+        return waits
+
+    def take(self, trial: Trial) -> bool:
+        """Whether the plan of a variant fits and takes less time than the best so far, which it becomes then.
+
+        Raises the interruption if that ended the variant's own search.
+        """
+        plan, best = self._fitting(trial), self.best
+        if plan is not None:
+            self._tell_of(plan, trial.variant, "keeps the memory limit, and takes longer")
+            timed = replace(trial, seconds=plan.step_seconds)
+            self.fitted = sorted([*self.fitted, timed], key=lambda fitted: fitted.seconds)
+        if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
+            self.best = plan.of_variant(trial.variant)
+        self.context.raise_if_interrupted()
+        return self.best is not best
+
+    def _fitting(self, trial: Trial) -> Plan | None:
+        """The cheapest plan of a variant that fits, None if it has none or takes more time than the best so far."""
+        search = trial.search
+        if self.context.is_interrupted:
+            plan = search.cheapest
+            return plan if plan.peak_nbytes <= self.limit else None
+        try:
+            return search.cheapest_within(self.limit, worth=self._worth)
+        except OverBudgetError:
+            others = sorted([*self.low_memory, trial], key=lambda other: other.search.problems.lowest_nbytes)
+            self.low_memory = others[:_LOW_MEMORY]
+            if search.by_hand.left_out:
+                self.refused.append(trial)
+            self._expect(trial)
+            return None
+
+    @property
+    def _worth(self) -> float:
+        """The factor that a mesh must be able to gain for budgets to be stated there, while some variants wait."""
+        if not self.waiting or (self.best is None and self.goes_on()):
+            return 1.0
+        return _GOOD_ENOUGH if self.best is None or self.goes_on() else math.inf
+
+    def _expect(self, trial: Trial) -> None:
+        """Notes what a variant is expected to need at least, for those in other numbers of microbatches."""
+        of_form = self._expected_nbytes.setdefault(replace(trial.variant, microbatches=1), {})
+        of_form[trial.variant.count] = trial.search.expected_nbytes
+
+    def _tell_of(self, plan: Plan, variant: Variant, why: str) -> None:
+        """Adds the plan of a variant to the alternatives, as one that may not be taken."""
+        name = f"{str(variant) or 'as written'}, mesh {plan.mesh}"
+        alternative = Alternative(name=name, seconds=plan.step_seconds, why=why, peak_nbytes=plan.peak_nbytes)
+        self.alternatives.append(alternative)
