@@ -23,7 +23,7 @@ from benchmarks.one_device import Runner
 from benchmarks.timing import interleaved, ratio
 from benchmarks.trainings import MODELS, Training
 from passes.text import quantities
-from passes.transforms import KEPT
+from passes.transforms import KEPT, Kept
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -102,7 +102,7 @@ def estimated(training: Training, target: str) -> list[tuple[str, ...]]:
     return rows
 
 
-def _lowered(training: Training, kept: str, **where: Any) -> Any:
+def _lowered(training: Training, kept: Kept, **where: Any) -> Any:
     """The step with layers that keep that, on one device."""
     step = autopar.parallelize(training.step, planner=autopar.DataParallel(), remat=kept, **where)
     return step.lower(training.state, training.batch)
