@@ -127,23 +127,23 @@ class VariantTrials:
             self.by_offloading, self.best = self.best, None
 
     def without_limit(self, variants: Sequence[Variant]) -> Plan | None:
-        """The cheapest plan of these variants, as written first, if it fits: then no limit is felt."""
+        """The cheapest plan of these variants, the step as it is written first, if it fits: then no limit is felt."""
+        plans = list[Plan]()
         for variant in variants:
-            trial = self._planned(variant, self.step.variant(variant), math.inf)
-            plan = trial.search.cheapest.of_variant(variant)
+            if plans and self.context.deadline.is_over():
+                break
+            trial = self._free[variant] = self._planned(variant, self.step.variant(variant), math.inf)
+            plans.append(plan := trial.search.cheapest.of_variant(variant))
             if fits := plan.peak_nbytes <= self.most_nbytes:
                 self.best = min(self.best or plan, plan, key=lambda plan: plan.step_seconds)
             over = f"over the memory limit of {quantities.nbytes(self.limit)}"
             self._tell_of(plan, variant, "takes longer" if fits else over)
-            self._free[variant] = trial
             self.context.raise_if_interrupted()
         self.least_seconds = min(trial.search.least_seconds for trial in self._free.values())
         best, self.best = self.best, None
-        fastest = min(self.alternatives, key=lambda alternative: alternative.seconds)
-        if best is not None and best.step_seconds <= fastest.seconds:
-            return best.beside([other for other in self.alternatives if other is not fastest])
-        cluster = self._free[variants[0]].search.cheapest.cluster
-        has_way = cluster.group().device.host_bytes_per_second > 0
+        if best is not None and best.step_seconds <= min(plan.step_seconds for plan in plans):
+            return best.beside([other for other in self.alternatives if other.seconds != best.step_seconds])
+        has_way = plans[0].cluster.group().device.host_bytes_per_second > 0
         self.offloads = has_way and bool(idle_state(self.step.graph, self.step.state_pairs))
         return None
 

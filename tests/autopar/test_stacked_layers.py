@@ -55,6 +55,11 @@ def test_less_is_stacked_where_that_is_faster():
     assert free.solution.bound <= free.step_seconds
 
 
+def test_a_deadline_leaves_the_step_as_it_is_written():
+    plan = planned(planner=autopar.Auto(seconds=1e-9))
+    assert (plan.remat, plan.solution.status) == ((), "time limit")
+
+
 def test_the_step_is_the_same():
     with jax.enable_x64(True):
         given = arguments("float64")
