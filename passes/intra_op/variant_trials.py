@@ -132,8 +132,9 @@ class VariantTrials:
         for variant in variants:
             if plans and self.context.deadline.is_over():
                 break
-            trial = self._free[variant] = self._planned(variant, self.step.variant(variant), math.inf)
+            trial = self._planned(variant, self.step.variant(variant), math.inf)
             plans.append(plan := trial.search.cheapest.of_variant(variant))
+            self._free[variant] = trial
             if fits := plan.peak_nbytes <= self.most_nbytes:
                 self.best = min(self.best or plan, plan, key=lambda plan: plan.step_seconds)
             over = f"over the memory limit of {quantities.nbytes(self.limit)}"
