@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from autopar import jax_compat
 from autopar.frontend import Body, Equation, Traced
-from passes.ir import Node
-from passes.transforms import BodyOrigins, Kept, recompute
+from passes.transforms import Kept, Recomputed, recompute
 
 
 def recomputed(traced: Traced, kept: Sequence[Kept]) -> Traced:
@@ -17,17 +16,26 @@ def recomputed(traced: Traced, kept: Sequence[Kept]) -> Traced:
     Raises PlanningError for a wrong number.
     """
     rewritten = recompute(traced.graph, kept)
+    return replace(traced, graph=rewritten.graph, equations=_equations(rewritten, traced.equations))
+
+
+def _equations(rewritten: Recomputed, written: Sequence[Equation]) -> tuple[Equation, ...]:
+    """The equations of a rewritten program, made of those of the program as it was `written`."""
     barrier = Equation(primitive=jax_compat.optimization_barrier_p)
-    equations = [barrier if origin is None else traced.equations[origin] for origin in rewritten.origins]
-    for index, origins in rewritten.bodies.items():
-        equations[index] = _loop(traced, rewritten.graph.nodes[index], index, origins)
-    return replace(traced, graph=rewritten.graph, equations=tuple(equations))
+    equations = [barrier if origin is None else written[origin] for origin in rewritten.origins]
+    for index in rewritten.bodies:
+        equations[index] = _loop(rewritten, written, index)
+    for index, inside in rewritten.inside.items():
+        (body,) = written[index].bodies
+        body = replace(body, graph=inside.graph, equations=_equations(inside, body.equations))
+        equations[index] = replace(written[index], bodies=(body,))
+    return tuple(equations)
 
 
-def _loop(traced: Traced, node: Node, index: int, origins: BodyOrigins) -> Equation:
+def _loop(rewritten: Recomputed, written: Sequence[Equation], index: int) -> Equation:
     """The equation of a loop whose body is put together from nodes of old ones."""
-    old = traced.equations[index]
-    bodies = {i: traced.equations[i].bodies[0] for i, _ in (*origins.nodes, *origins.constants)}
+    old, node, origins = written[index], rewritten.graph.nodes[index], rewritten.bodies[index]
+    bodies = {i: written[i].bodies[0] for i, _ in (*origins.nodes, *origins.constants)}
     body = Body(
         graph=node.subgraphs[0],
         equations=tuple(bodies[i].equations[place] for i, place in origins.nodes),

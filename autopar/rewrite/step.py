@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from passes.errors import PlanningError
 from passes.layers import SAMPLE_BLOCKS, blocks, sample_graph
 from passes.pipeline import body_of
 from passes.step import Step, Variant
-from passes.transforms import Coupling, Kept, are_loops, kept_of, layers, split
+from passes.transforms import Coupling, Kept, Layering, kept_of, layering, split
 
 Structs = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -42,7 +43,7 @@ class TracedStep(Step):
 
     @property
     def has_stacks(self) -> bool:
-        return self.family.layers > 0 and are_loops(self.family.traced.graph)
+        return self.family.layers > 0 and self.family.layering.are_loops
 
     @property
     def written(self) -> Traced:
@@ -72,7 +73,10 @@ def step_of(
     """
     kept: tuple[Kept, ...] = ()
     if remat is not None:
-        kept = kept_of((remat,) * len(layers(traced.graph)) if isinstance(remat, str) else remat)
+        kept = kept_of((remat,) * layering(traced.graph).count if isinstance(remat, str) else remat)
+        if not kept and remat != "everything":
+            rule = "nothing is computed again: no layers are found that go forward and backward, or several loops do"
+            warnings.warn(explain(f"remat={remat!r}", rule, "", "leave it out, or write jax.checkpoint"), stacklevel=6)
     traced = recomputed(traced, kept) if kept else traced
     family = _Family(traced=traced, structs=tuple(structs), coupling=coupling, microbatches=microbatches, kept=kept)
     return family.made(Variant())
@@ -153,10 +157,15 @@ class _Family:
         )
 
     @cached_property
+    def layering(self) -> Layering:
+        """The layers of the step as it was written."""
+        return layering(self.traced.graph)
+
+    @property
     def layers(self) -> int:
         """The layers of which it may be chosen what they keep."""
-        n_layers = 0 if self.kept else len(layers(self.traced.graph))
-        return n_layers if n_layers > 1 or are_loops(self.traced.graph) else 0
+        is_open = not self.kept and (self.layering.count > 1 or self.layering.are_loops)
+        return self.layering.count if is_open else 0
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -2,8 +2,7 @@
 
 from passes.transforms import stages
 from passes.transforms.microbatch import Split, loop_of, microbatch_stacks, split, sums_up_front
-from passes.transforms.remat import are_loops, kept_of, layers, recompute
-from passes.transforms.remat_loops import BodyOrigins
+from passes.transforms.remat import Layering, Recomputed, kept_of, layering, recompute
 from passes.transforms.remat_policy import KEPT, Kept
 from passes.transforms.stage_parts import Part, Stages
 from passes.transforms.stages import cut
@@ -12,17 +11,17 @@ from passes.transforms.time_axis import AXIS, Coupling, Time, whole_layout
 __all__ = [
     "AXIS",
     "KEPT",
-    "BodyOrigins",
     "Coupling",
     "Kept",
+    "Layering",
     "Part",
+    "Recomputed",
     "Split",
     "Stages",
     "Time",
-    "are_loops",
     "cut",
     "kept_of",
-    "layers",
+    "layering",
     "loop_of",
     "microbatch_stacks",
     "recompute",

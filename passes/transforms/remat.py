@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.errors import PlanningError, explain
-from passes.ir import Graph, Node, TensorType, phase
+from passes.ir import Graph, Node, TensorType, control_of, phase, scan_of
 from passes.layers import forward_nodes, modules
 from passes.placement import is_free
 from passes.rules import barrier
@@ -28,12 +28,14 @@ from passes.transforms.remat_policy import KEPT, Kept, is_kept, transposed
 class Recomputed:
     """A program with recomputation; `origins[i]` is the node of the old program that node i is or repeats.
 
-    None stands for a barrier. The bodies of the nodes in `bodies` are new, and made of old ones.
+    None stands for a barrier. The bodies of the nodes in `bodies` are new, and made of old ones; those of the nodes in
+    `inside` have recomputation of their own.
     """
 
     graph: Graph
     origins: tuple[int | None, ...]
     bodies: Mapping[int, BodyOrigins] = field(default_factory=dict[int, BodyOrigins])
+    inside: Mapping[int, Recomputed] = field(default_factory=dict[int, "Recomputed"])
 
 
 def kept_of(names: Sequence[str]) -> tuple[Kept, ...]:
@@ -61,23 +63,56 @@ def layers(graph: Graph) -> tuple[int, ...]:
     return modules.numbered_modules(graph) or looped or modules.even_parts(graph)
 
 
-def are_loops(graph: Graph) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layering:
+    """The layers of a step of which it may be said what they keep: how many, and whether they are loops."""
+
+    count: int
+    are_loops: bool
+
+
+def layering(graph: Graph) -> Layering:
+    """The layers of a program, or of the loop in it that goes forward and backward in each iteration."""
+    index = _step_loop(graph)
+    if index is not None:
+        return layering(graph.nodes[index].subgraphs[0])
+    return Layering(count=len(layers(graph)), are_loops=_are_loops(graph))
+
+
+def _step_loop(graph: Graph) -> int | None:
+    """The loop that goes forward and backward in each iteration, as one over parts of a batch whose gradients it adds
+    up; None where the program itself does, or several do.
+    """
+    if layers(graph):
+        return None
+    controls = ((i, control_of(node, graph)) for i, node in enumerate(graph.nodes) if scan_of(node))
+    steps = [i for i, control in controls if control is not None and control.bodies[0].is_step]
+    return steps[0] if len(steps) == 1 else None
+
+
+def _are_loops(graph: Graph) -> bool:
     """Whether the `layers` of a program are loops, which stack what their iterations keep."""
     firsts = layers(graph)
     return bool(firsts) and {loop.forward for loop in loops(graph)} >= set(firsts)
 
 
 def recompute(graph: Graph, kept: Sequence[Kept]) -> Recomputed:
-    """The program in which layer k keeps `kept[k]` for its backward pass; layers are those of `layers`.
+    """The program in which layer k keeps `kept[k]` for its backward pass; layers are those of its `layering`.
 
     Raises PlanningError where there are not as many layers.
     """
+    if (index := _step_loop(graph)) is not None:
+        nodes = list(graph.nodes)
+        inside = recompute(nodes[index].subgraphs[0], kept)
+        nodes[index] = replace(nodes[index], subgraphs=(inside.graph,))
+        origins = tuple(range(len(nodes)))
+        return Recomputed(graph=replace(graph, nodes=tuple(nodes)), origins=origins, inside={index: inside})
     firsts = layers(graph)
     if len(firsts) != len(kept):
         rule = f"the forward pass has {len(firsts)} layers, and what each keeps is to be said"
         remedy = "give as many names, or one for all; of a plan in a file, plan again"
         raise PlanningError(explain(f"recomputation for {len(kept)} layers", rule, "", remedy))
-    if are_loops(graph):
+    if _are_loops(graph):
         around = {loop.forward: loop for loop in loops(graph)}
         return _looped(graph, [(around[first], choice) for first, choice in zip(firsts, kept, strict=True)])
     draft = _Draft(graph=graph, firsts=firsts)

@@ -21,7 +21,8 @@ from passes.errors import PlanningError
 from passes.ir import Graph, phase
 from passes.memory import PERSISTENT
 from passes.rules import rule_of
-from passes.transforms import KEPT, layers, recompute
+from passes.transforms import KEPT, recompute
+from passes.transforms.remat import layers
 from passes.transforms.remat_loops import loops
 from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.sample import each, slow
