@@ -10,7 +10,8 @@ from passes.cluster import Mesh
 from passes.errors import PlanningError
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.memory_limit import Fitted
-from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Solved
+from passes.intra_op.mesh_memory import MeshMemory
+from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.offloading import restricted_to
 from passes.intra_op.restrictions import Restriction
 from passes.solver import Answer, SolverOptions, solve
@@ -66,7 +67,7 @@ class ByHand:
                 if restricted and math.isfinite(limit):
                     if restricted.problem.least(problems.resident(base)) > limit:
                         continue
-                    if problems.scale * problems.least_nbytes(base, restricted) > surely * limit:
+                    if problems.expected_nbytes(base, restricted) > surely * limit:
                         self.left_out = True
                         continue
                 self.known[key] = self._solved(restricted, cutoff)

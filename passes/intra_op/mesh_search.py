@@ -21,9 +21,11 @@ from passes.intra_op.memory_limit import (
     is_out_of_reach,
     least_memory,
 )
-from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Restriction, Solved
+from passes.intra_op.mesh_memory import MeshMemory
+from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.meshes import allowed
 from passes.intra_op.proving import Goal, better, proven, run
+from passes.intra_op.restrictions import Restriction
 from passes.ir import Graph, StatePairs
 from passes.plan import INTERRUPTED, Alternative, Plan
 from passes.progress import Progress, SearchContext
@@ -158,8 +160,7 @@ class MeshSearch:
     @property
     def expected_nbytes(self) -> float:
         """Bytes that plans over these meshes are expected to need at least, by what is live and what peaks were."""
-        least = (self.problems.least_nbytes(solved) for solved in (*self.solved, *self.infeasible))
-        return self.problems.scale * min(least)
+        return min(map(self.problems.expected_nbytes, (*self.solved, *self.infeasible)))
 
     def again(self, context: SearchContext, *, offload: bool) -> MeshSearch:
         """The same search, with its solved problems, for plans that offload state or do not; no mesh was infeasible."""

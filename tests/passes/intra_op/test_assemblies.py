@@ -18,6 +18,8 @@ from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
 from passes.intra_op.memory_budgets import budget, live, resident
 from passes.intra_op.memory_limit import is_infeasible
+from passes.intra_op.mesh_memory import MeshMemory
+from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.offloading import (
     away,
     buffers,
@@ -209,6 +211,18 @@ def test_most_is_live_where_the_gradient_is_made_beside_what_it_is_made_of() -> 
     ((at, body),) = peak_node(GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER))
     assert body == -1
     assert at in (2, 3, 4)  # the product is read for the last time at 2; the update's values leave at 3 and 4
+
+
+def test_of_a_mesh_s_memory_offloading_leaves_buffers_and_only_as_much_is_offloaded_as_the_limit_takes() -> None:
+    problems = MeshProblems(graph=GRAPH, state_pairs=STATE, donated=(), offload=True)
+    solved = Solved.unsolved(problems.assembled(MESH, False), False)
+    needed = problems.peak(solved, solved.answer.choice).nbytes
+    assert problems.lowest_nbytes == needed
+    roomy, tight = (MeshMemory(problems=problems, solved=solved, limit=limit) for limit in (needed, needed / 2))
+    assert roomy.room(solved.answer.choice) < roomy.limit
+    assembly = solved.assembly
+    assert not assembly.offloaded(roomy.settled(solved.answer).choice)
+    assert assembly.offloaded(tight.settled(solved.answer).choice) == (1,)
 
 
 def test_roles_of_a_step() -> None:
