@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
+from typing import NamedTuple
 
 from passes.cluster import Mesh
 from passes.errors import PlanningError, explain
@@ -35,41 +36,6 @@ BATCH_FIRST = (
     "a loop's iterations follow each other: if it runs over time, put the batch first in what the step takes; "
 )
 """What comes before other remedies where a loop runs over what was taken for the batch."""
-
-
-def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[str]) -> None:
-    """Raises PlanningError unless the axes divide the batch dimension of every batch input."""
-    graph, parts = assembly.root.graph, math.prod(map(assembly.mesh.axis_size, axes))
-    for position, value in enumerate(graph.inputs):
-        size = graph.types[value].shape[batch[value]] if value in batch else 0
-        if size % parts:
-            name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
-            count = graph.types[value].shape[0] if batch[value] else 1
-            larger = -(-size // parts) * parts * count
-            along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
-            of_each = f"rows of each of {count} microbatches, which are" if batch[value] else "leading dimension of"
-            rule = f"{parts} devices on {along} do not divide its {of_each} {size}"
-            context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
-            fewer = "fewer microbatches, " if batch[value] else ""
-            time = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ""
-            remedy = f"{time}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
-            raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
-
-
-def _cut(spec: ShardingSpec, axis: str) -> bool:
-    return any(axis in axes for axes in spec.dims)
-
-
-def _class_on(strategy: Strategy, axis: str) -> int | None:
-    """The class of dimensions that an axis cuts in a strategy; None for none."""
-    return dict(strategy.axis_choice).get(axis)
-
-
-def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
-    """Whether the axis cuts the batch where there is one, and nothing elsewhere but what is broadcast over it."""
-    classes = values.batch_classes.get(node)
-    cls = _class_on(strategy, axis)
-    return cls in classes if classes else cls in (None, PARTIAL, *values.aligned_classes.get(node, ()))
 
 
 def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Assembly:
@@ -266,17 +232,59 @@ class Along:
         return megatron(assembly, self.data, self.tensor)
 
 
-def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
-    """The restrictions of planners by hand on a mesh, by any names of its axes, and whether each regathers weights."""
+class HandMade(NamedTuple):
+    """The plans that a planner by hand may make on a mesh; with `regather`, weights are gathered once a use."""
+
+    restrict: Restriction
+    regather: bool = False
+
+
+def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[HandMade]:
+    """The planners by hand on a mesh, by any names of its axes."""
     if len(mesh.axes) == 1:
-        yield partial(data_parallel, batch=batch), False
-        yield partial(megatron, data="", tensor=mesh.axes[0], batch=batch), False
+        yield HandMade(partial(data_parallel, batch=batch))
+        yield HandMade(partial(megatron, data="", tensor=mesh.axes[0], batch=batch))
     alike = len({mesh.group((axis,)) for axis in mesh.axes}) == 1  # then the order of axes is naming
     for data, tensor in list(permutations(mesh.axes, 2))[: 1 if alike else None]:
         if len(mesh.axes) == 2:
-            yield partial(megatron, data=data, tensor=tensor, batch=batch), False
+            yield HandMade(partial(megatron, data=data, tensor=tensor, batch=batch))
     for stage in (1, 3):
-        yield partial(zero, stage=stage, batch=batch), stage == 3
+        yield HandMade(partial(zero, stage=stage, batch=batch), regather=stage == 3)
+
+
+def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[str]) -> None:
+    """Raises PlanningError unless the axes divide the batch dimension of every batch input."""
+    graph, parts = assembly.root.graph, math.prod(map(assembly.mesh.axis_size, axes))
+    for position, value in enumerate(graph.inputs):
+        size = graph.types[value].shape[batch[value]] if value in batch else 0
+        if size % parts:
+            name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
+            count = graph.types[value].shape[0] if batch[value] else 1
+            larger = -(-size // parts) * parts * count
+            along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
+            of_each = f"rows of each of {count} microbatches, which are" if batch[value] else "leading dimension of"
+            rule = f"{parts} devices on {along} do not divide its {of_each} {size}"
+            context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
+            fewer = "fewer microbatches, " if batch[value] else ""
+            time = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ""
+            remedy = f"{time}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
+            raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
+
+
+def _cut(spec: ShardingSpec, axis: str) -> bool:
+    return any(axis in axes for axes in spec.dims)
+
+
+def _class_on(strategy: Strategy, axis: str) -> int | None:
+    """The class of dimensions that an axis cuts in a strategy; None for none."""
+    return dict(strategy.axis_choice).get(axis)
+
+
+def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
+    """Whether the axis cuts the batch where there is one, and nothing elsewhere but what is broadcast over it."""
+    classes = values.batch_classes.get(node)
+    cls = _class_on(strategy, axis)
+    return cls in classes if classes else cls in (None, PARTIAL, *values.aligned_classes.get(node, ()))
 
 
 def _multiplied(subproblem: Subproblem, values: Roles) -> set[Value]:
