@@ -89,7 +89,7 @@ def ratios(step: Step, cluster: Cluster) -> Iterator[float]:
                 answer = solve(restricted.problem, ROUGHLY, close=False)
             except PlanningError:  # not possible there: a batch that the axis does not divide, say
                 continue
-            expected = problems.scale * problems.least_nbytes(base, restricted)
+            expected = problems.expected_nbytes(base, restricted)
             yield expected / problems.peak(base, answer.choice).nbytes
 
 

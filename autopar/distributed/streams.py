@@ -175,31 +175,40 @@ def _prompt(peer: socket.socket) -> socket.socket:
 def _authenticated(server: socket.socket, token: bytes) -> socket.socket:
     """The first connection that gives the token. Others are closed, and none that says nothing holds it up."""
     server.setblocking(False)
-    strangers: set[socket.socket] = set()
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         try:
             while True:
                 for event, _ in selector.select():
                     if event.fileobj is server:
-                        with suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
-                            peer = server.accept()[0]
-                            peer.setblocking(True)
-                            selector.register(peer, selectors.EVENT_READ, bytearray())
-                            strangers.add(peer)
-                        continue
-                    peer, text = cast("socket.socket", event.fileobj), event.data
-                    text += (arrived := _arrived(peer, len(token) - len(text)))
-                    if arrived and len(text) < len(token):
-                        continue
-                    selector.unregister(peer)
-                    if secrets.compare_digest(bytes(text), token):
-                        strangers.remove(peer)
-                        return peer
-                    peer.close()
+                        _admit(server, selector)
+                    elif _has_given(event, token, selector):
+                        return cast("socket.socket", event.fileobj)
         finally:
-            for stranger in strangers:
-                stranger.close()
+            for stranger in list(selector.get_map().values()):
+                if stranger.fileobj is not server:
+                    cast("socket.socket", stranger.fileobj).close()
+
+
+def _admit(server: socket.socket, selector: selectors.BaseSelector) -> None:
+    """Lets a connection in that has said nothing yet."""
+    with suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
+        peer = server.accept()[0]
+        peer.setblocking(True)
+        selector.register(peer, selectors.EVENT_READ, bytearray())
+
+
+def _has_given(stranger: selectors.SelectorKey, token: bytes, selector: selectors.BaseSelector) -> bool:
+    """Whether a connection has given the token, which is read as it arrives; one that gave another is closed."""
+    peer, text = cast("socket.socket", stranger.fileobj), stranger.data
+    text += (arrived := _arrived(peer, len(token) - len(text)))
+    if arrived and len(text) < len(token):
+        return False
+    selector.unregister(peer)
+    is_token = secrets.compare_digest(bytes(text), token)
+    if not is_token:
+        peer.close()
+    return is_token
 
 
 def _arrived(peer: socket.socket, most: int) -> bytes:

@@ -10,6 +10,7 @@ from passes.cluster import Cluster
 from passes.errors import PlanningError
 from passes.intra_op import best, named, restrictions
 from passes.intra_op.assembly import Assembly
+from passes.intra_op.strategy_filter import StrategyFilter, restricted
 from passes.ir import Graph
 from passes.layers import stage_cuts
 from passes.layers.repeats import blocks
@@ -17,6 +18,8 @@ from passes.pipeline import body_of, pipelined
 from passes.pipeline.assemble import restated
 from passes.plan import Plan
 from passes.planners import Megatron, Planned, PlanOptions
+from passes.planners.checks import check_devices
+from passes.sharding import ShardingSpec
 from passes.step import Step, Variant, seen_by
 
 
@@ -28,12 +31,17 @@ def _sequence(assembly: Assembly, axis: str = "tensor") -> Assembly:
     """
     if axis not in assembly.mesh.axes:
         return assembly
-    return restrictions.restricted(
-        assembly,
-        allows=lambda subproblem, operator_group, strategy: True,
-        allows_input=lambda value, spec: True,
-        allows_stacked=lambda spec: any(axis in axes for axes in spec.dims),
-    )
+    return restricted(assembly, _StackedCut(axis))
+
+
+@dataclass(frozen=True, slots=True)
+class _StackedCut(StrategyFilter):
+    """Values that loops stack, cut over an axis."""
+
+    axis: str
+
+    def keeps_stacked(self, spec: ShardingSpec) -> bool:
+        return any(self.axis in axes for axes in spec.dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +59,14 @@ class DeepMegatron(Megatron):
 
     def restriction(self, assembly: Assembly) -> Assembly:
         """The placements that it has of a stage."""
-        restricted = Megatron.restriction(self, assembly)
-        return _sequence(restricted) if self.sequence else restricted
+        placed = Megatron.restriction(self, assembly)
+        return _sequence(placed) if self.sequence else placed
 
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions) -> Planned:
         if self.pipeline == 1 and not self.sequence:
             return Megatron.plan(self, step, cluster, options)
         step = seen_by(step, cluster)
-        restrictions.check_sizes({"data": self.data, "tensor": self.tensor, "pipeline": self.pipeline}, cluster)
+        check_devices(cluster, data=self.data, tensor=self.tensor, pipeline=self.pipeline)
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
         if self.pipeline == 1:
             step = step.variant(Variant(microbatches=self.microbatches, stages=0))

@@ -10,9 +10,10 @@ from passes.cluster import Mesh
 from passes.errors import PlanningError
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.memory_limit import Fitted
-from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Solved
+from passes.intra_op.mesh_memory import MeshMemory
+from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.offloading import restricted_to
-from passes.intra_op.restrictions import Restriction
+from passes.intra_op.restrictions import HandMade, Restriction
 from passes.solver import Answer, SolverOptions, solve
 
 _ROUGHLY = 1e-2
@@ -26,8 +27,8 @@ would leave out 9 (`python -m benchmarks.expected_peaks`: nine models of the zoo
 in 2 microbatches, by either compiler's model). Before a limit is refused, all that was left out so is looked at:
 `MeshSearch.left_out`."""
 
-Textbook = Callable[[Mesh], Iterable[tuple[Restriction, bool]]]
-"""The restrictions of plans by hand on a mesh, and whether each gathers weights once a use."""
+Textbook = Callable[[Mesh], Iterable[HandMade]]
+"""The plans by hand that there may be on a mesh."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class ByHand:
                 if restricted and math.isfinite(limit):
                     if restricted.problem.least(problems.resident(base)) > limit:
                         continue
-                    if problems.scale * problems.least_nbytes(base, restricted) > surely * limit:
+                    if problems.expected_nbytes(base, restricted) > surely * limit:
                         self.left_out = True
                         continue
                 self.known[key] = self._solved(restricted, cutoff)

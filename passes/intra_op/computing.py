@@ -7,6 +7,7 @@ as an edited plan has them, and what each operator group reads, writes and multi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
@@ -99,15 +100,14 @@ def _spent(
     """Every operator group of a graph in some phases, those of its loops and branches apart, with its seconds."""
     anew = remade(graph, grouping)
     written = visible(graph, grouping) - anew
+    priced = _PlacedGraph(
+        graph=graph, grouping=grouping, mesh=mesh, placements=layout.placements, written=written, anew=anew
+    )
     for operator_group in grouping.operator_groups:
         when: Phase = "backward" if operator_group.phase == "apply" and inside else operator_group.phase
         if when not in phases:
             continue
-        yield (
-            when,
-            operator_group,
-            _group_seconds(graph, grouping, mesh, layout.placements, operator_group, written, anew),
-        )
+        yield when, operator_group, priced.seconds(operator_group)
 
 
 def _bodies(grouping: Grouping, layout: Layout) -> Iterator[tuple[Body, Grouping, Layout]]:
@@ -116,53 +116,69 @@ def _bodies(grouping: Grouping, layout: Layout) -> Iterator[tuple[Body, Grouping
         yield from zip(control.bodies, grouping.bodies[index], layout.placements[index].bodies, strict=True)
 
 
-def _group_seconds(
-    graph: Graph,
-    grouping: Grouping,
-    mesh: Mesh,
-    placements: Sequence[Placement],
-    operator_group: OperatorGroup,
-    written: frozenset[int],
-    anew: frozenset[int],
-) -> float:
-    """The larger of compute and memory time of an operator group's members together, plus one launch.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlacedGraph:
+    """A graph with its placements: values `written` are in memory, those `anew` are made by whoever reads them."""
 
-    Values `anew` are made by whoever reads them, and pass no memory.
-    """
-    device = mesh.cluster.group().device
-    members = sorted(operator_group.members)
-    produced = {value for member in members for value in graph.nodes[member].outputs}
-    specs: dict[int, ShardingSpec] = {}
-    flops = nbytes = rearranging = 0.0
-    for member in members:
-        node, rule, placement = graph.nodes[member], grouping.rules[member], placements[member]
-        again = times_made([graph.types[v] for v in node.outputs]) if rule.is_product else 1
-        assignment = _assignment(rule, placement)
-        flops += again * local_flops(rule, assignment, mesh)
-        rearranging += rearranging_seconds(rule, [graph.types[v] for v in node.inputs], assignment, mesh)
-        for position, (value, spec) in enumerate(zip(node.inputs, placement.operands, strict=True)):
-            if value in graph.literals or value in grouping.free:
-                continue
-            if value in produced or value in specs:
-                if specs[value].partial and not spec.partial:
-                    specs[value] = spec  # reduced inside, for all that come after
-                continue
-            if value in operator_group.inputs:
-                specs[value] = spec
-            read = spec.local_nbytes(graph.types[value], mesh)
-            if position in rule.sparse:
-                result = graph.types[node.outputs[0]]
-                nbytes_read = min(graph.types[value].nbytes, result.nbytes)
-                read = nbytes_read * placement.results[0].local_nbytes(result, mesh) / max(result.nbytes, 1)
-            nbytes += 0.0 if value in anew else read
-        specs.update(zip(node.outputs, placement.results, strict=True))
-    if all(grouping.rules[member].is_layout for member in members):
-        return rearranging  # a layout, as in `passes.intra_op.strategies`
-    nbytes += sum(spec.local_nbytes(graph.types[value], mesh) for value, spec in specs.items() if value in written)
-    first = graph.nodes[members[0]]
-    dtype = next((graph.types[value].dtype for value in (*first.inputs, *first.outputs)), "float32")
-    rate = device.matmul_flops_per_second(dtype)
-    return max(flops / rate, nbytes / device.achieved_bytes_per_second) + rearranging + device.launch_seconds
+    graph: Graph
+    grouping: Grouping
+    mesh: Mesh
+    placements: Sequence[Placement]
+    written: frozenset[int]
+    anew: frozenset[int]
+
+    def seconds(self, operator_group: OperatorGroup) -> float:
+        """The larger of compute and memory time of an operator group's members together, plus one launch."""
+        graph, device = self.graph, self.mesh.cluster.group().device
+        members = sorted(operator_group.members)
+        flops = rearranging = 0.0
+        for member in members:
+            node, rule = graph.nodes[member], self.grouping.rules[member]
+            again = times_made([graph.types[v] for v in node.outputs]) if rule.is_product else 1
+            assignment = _assignment(rule, self.placements[member])
+            flops += again * local_flops(rule, assignment, self.mesh)
+            rearranging += rearranging_seconds(rule, [graph.types[v] for v in node.inputs], assignment, self.mesh)
+        if all(self.grouping.rules[member].is_layout for member in members):
+            return rearranging  # a layout, as in `passes.intra_op.strategies`
+        first = graph.nodes[members[0]]
+        dtype = next((graph.types[value].dtype for value in (*first.inputs, *first.outputs)), "float32")
+        computing = flops / device.matmul_flops_per_second(dtype)
+        passing = self._nbytes(operator_group, members) / device.achieved_bytes_per_second
+        return max(computing, passing) + rearranging + device.launch_seconds
+
+    def _nbytes(self, operator_group: OperatorGroup, members: Sequence[int]) -> float:
+        """Bytes that an operator group reads and writes: values from elsewhere each time, its own inputs once."""
+        graph = self.graph
+        produced = {value for member in members for value in graph.nodes[member].outputs}
+        specs: dict[int, ShardingSpec] = {}
+        nbytes = 0.0
+        for member in members:
+            node, placement = graph.nodes[member], self.placements[member]
+            for position, (value, spec) in enumerate(zip(node.inputs, placement.operands, strict=True)):
+                if value in graph.literals or value in self.grouping.free:
+                    continue
+                if value in produced or value in specs:
+                    if specs[value].partial and not spec.partial:
+                        specs[value] = spec  # reduced inside, for all that come after
+                    continue
+                if value in operator_group.inputs:
+                    specs[value] = spec
+                nbytes += 0.0 if value in self.anew else self._read_nbytes(member, position)
+            specs.update(zip(node.outputs, placement.results, strict=True))
+        written = (
+            spec.local_nbytes(graph.types[value], self.mesh) for value, spec in specs.items() if value in self.written
+        )
+        return nbytes + sum(written)
+
+    def _read_nbytes(self, member: int, position: int) -> float:
+        """Bytes that a node reads of an operand: of a sparse one, as many elements as the result has."""
+        node, placement = self.graph.nodes[member], self.placements[member]
+        operand = self.graph.types[node.inputs[position]]
+        if position not in self.grouping.rules[member].sparse:
+            return placement.operands[position].local_nbytes(operand, self.mesh)
+        result = self.graph.types[node.outputs[0]]
+        local_nbytes = placement.results[0].local_nbytes(result, self.mesh)
+        return min(operand.nbytes, result.nbytes) * local_nbytes / max(result.nbytes, 1)
 
 
 def _assignment(rule: ShardingRule, placement: Placement) -> Assignment:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.intra_op.memory_budgets import budget
-from passes.intra_op.mesh_problems import MeshMemory, Point
+from passes.intra_op.mesh_memory import MeshMemory
+from passes.intra_op.mesh_problems import Point
 from passes.intra_op.peak_node import NodePath
 from passes.solver import (
     Answer,

@@ -1,4 +1,8 @@
-"""The sharding problems of one program on several meshes, and what answers to them need on a device."""
+"""The sharding problems of one program on several meshes, each stated once, and the bytes that answers to them need.
+
+A mesh may have a second problem, its twin, in which weights are gathered once a use. The rows of a problem say what is
+live at a node under every strategy; they are estimates, and `peak` says what a compiled program needs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -16,15 +20,7 @@ from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
 from passes.intra_op.extract import extract_plan
 from passes.intra_op.memory_budgets import live, resident
-from passes.intra_op.offloading import (
-    away,
-    buffers,
-    idle_state,
-    offloaded_nbytes,
-    row_with_host,
-    transfer_seconds,
-    with_host,
-)
+from passes.intra_op.offloading import away, idle_state, offloaded_nbytes, row_with_host, with_host, with_offloaded
 from passes.intra_op.peak_node import NodePath, peak_node
 from passes.intra_op.pins import arriving
 from passes.intra_op.restrictions import Restriction
@@ -66,14 +62,24 @@ class Solved:
         return cls(assembly=assembly, answer=nothing, regather=regather)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowest:
+    """An answer to a mesh's problem, and the bytes that it needs of a device."""
+
+    nbytes: float
+    solved: Solved
+    choice: tuple[int, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class MeshProblems:
     """The sharding problems of a program on every mesh, with the memory of each answer that was looked at.
 
-    Answers were busiest at the nodes `seen`, the first of them by `scale` more than what is live there, and plans by
-    hand that did not fit at those `crowded`, each with the factor by which its row counted more than there was.
-    `lowest` needs the least bytes of a device. If `offload`, state at the inputs `idle` may rest with the host.
-    `resharders` hold what is known of meshes, `phases` the seconds that all of it took.
+    `seen` are the nodes at which answers needed most memory, and more than there is, each with the factor by which its
+    row counted more than was needed; `crowded` are those of plans by hand that did not fit. What the first answer
+    needed is `scale` times what its row counted. `lowest` is the answer that needs the least bytes of a device. If
+    `offload`, state at the inputs `idle` may rest with the host. `resharders` hold what is known of meshes, `phases`
+    the seconds that all of it took.
     """
 
     graph: Graph
@@ -81,11 +87,11 @@ class MeshProblems:
     donated: Sequence[bool]
     restrict: Restriction | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
-    offload: bool = False
+    offload: InitVar[bool] = False
     seen: dict[NodePath, float] = field(default_factory=dict[NodePath, float])
     crowded: dict[NodePath, float] = field(default_factory=dict[NodePath, float])
     scale: float = 1.0
-    lowest: tuple[float, Solved, tuple[int, ...]] | None = None
+    lowest: Lowest | None = None
     idle: tuple[int, ...] = field(init=False)
     phases: dict[str, float] = field(init=False)
     grouping: Grouping = field(init=False)
@@ -93,16 +99,16 @@ class MeshProblems:
     _rows: dict[object, Budget] = field(default_factory=dict[object, Budget])
     _points: dict[object, Point] = field(default_factory=dict[object, Point])
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, offload: bool) -> None:
         start = time.perf_counter()
         self.grouping = group(self.graph)
-        self.idle = idle_state(self.graph, self.state_pairs) if self.offload else ()
+        self.idle = idle_state(self.graph, self.state_pairs) if offload else ()
         self.phases = {"grouping": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
 
     def offloading(self, offload: bool) -> MeshProblems:
         """The same problems, of plans that may offload or do not."""
         other = copy(self)
-        other.offload, other.idle = offload, idle_state(self.graph, self.state_pairs) if offload else ()
+        other.idle = idle_state(self.graph, self.state_pairs) if offload else ()
         other.seen, other.crowded = dict(self.seen), dict(self.crowded)
         other.lowest, other._rows = None, {}  # points stay: without the host, strategies have the same numbers
         other._twins = {mesh: twin and other.as_offloading(twin) for mesh, twin in self._twins.items()}
@@ -174,6 +180,10 @@ class MeshProblems:
         problem, places = (restricted or solved.assembly).problem, {**self.crowded, **self.seen}
         return max((problem.least(self.row(solved, at)) / excess for at, excess in places.items()), default=0.0)
 
+    def expected_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:
+        """The fewest bytes that answers on a mesh are expected to need, by what the first answer did."""
+        return self.scale * self.least_nbytes(solved, restricted)
+
     def excess(self, solved: Solved, choice: Sequence[int], point: Point) -> float:
         """The factor, at least 1, by which the row at the peak of an answer counts more than there is."""
         return max(1.0, solved.assembly.problem.usage(self.row(solved, point.at), choice) / max(point.nbytes, 1.0))
@@ -184,8 +194,8 @@ class MeshProblems:
         if key not in self._points:
             self._points[key] = self._peak(solved, choice)
         point = self._points[key]
-        if self.lowest is None or point.nbytes < self.lowest[0]:
-            self.lowest = point.nbytes, solved, tuple(choice)
+        if point.nbytes < self.lowest_nbytes:
+            self.lowest = Lowest(nbytes=point.nbytes, solved=solved, choice=tuple(choice))
         return point
 
     def _peak(self, solved: Solved, choice: Sequence[int]) -> Point:
@@ -209,13 +219,13 @@ class MeshProblems:
     @property
     def lowest_nbytes(self) -> float:
         """Bytes of the answer that needs the least, of those that were looked at."""
-        return self.lowest[0] if self.lowest else math.inf
+        return self.lowest.nbytes if self.lowest else math.inf
 
     def least_memory(self) -> tuple[Solved, Answer] | None:
         """The answer that needs the least bytes, of those that were looked at."""
         if self.lowest is None:
             return None
-        _, solved, choice = self.lowest
+        solved, choice = self.lowest.solved, self.lowest.choice
         return solved, replace(solved.answer, choice=choice, objective=solved.assembly.problem.evaluate(choice))
 
     def plan(self, name: str, solved: Solved, answer: Answer) -> Plan:
@@ -224,69 +234,7 @@ class MeshProblems:
         plan = extract_plan(
             name, solved.assembly, answer, resharder, self.state_pairs, self.donated, self.phases, solved.regather
         )
-        offloaded = solved.assembly.offloaded(answer.choice)
-        if not offloaded:
-            return plan
-        host_nbytes = offloaded_nbytes(self.graph, plan.layout, offloaded, plan.mesh)
-        # What rests with the host is state that the apply phase alone reads: its bytes are of no other cause.
-        state = plan.nbytes["optimizer state"] - away(host_nbytes)
-        return replace(
-            plan,
-            offloaded=offloaded,
-            seconds={**plan.seconds, "offload": transfer_seconds(host_nbytes, plan.mesh)},
-            nbytes={**plan.nbytes, "optimizer state": state},
-            memory=plan.memory and plan.memory.less(away(host_nbytes)),
-        )
+        return with_offloaded(plan, self.graph, solved.assembly.offloaded(answer.choice))
 
     def _resharder(self, mesh: Mesh) -> Resharder:
         return self.resharders.setdefault(mesh, Resharder(mesh))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshMemory:
-    """The memory of a device of one mesh, of which `limit` bytes are for a program, and the needs of answers there."""
-
-    problems: MeshProblems
-    solved: Solved
-    limit: float
-
-    def peak(self, choice: Sequence[int]) -> Point:
-        """The place where an answer needs most memory, and the bytes."""
-        return self.problems.peak(self.solved, choice)
-
-    def row(self, at: NodePath) -> Budget:
-        """The row of all that is live at a node, under every strategy; without a limit."""
-        return self.problems.row(self.solved, at)
-
-    def room(self, choice: Sequence[int]) -> float:
-        """The bytes of the peak of what rows put in the place of an answer: what offloads needs buffers as well.
-
-        An answer that offloads has shown its own; those of others are no smaller than what they hold cut furthest.
-        """
-        assembly = self.solved.assembly
-        if not assembly.idle or assembly.offloaded(choice):
-            return self.limit
-        graph, sites = assembly.root.graph, assembly.root.sites
-        largest = max(
-            min(spec.local_nbytes(graph.types[value], assembly.mesh) for spec in sites[value].specs)
-            for value in (graph.inputs[position] for inputs in assembly.idle.values() for position in inputs)
-        )
-        return self.limit - buffers([largest])
-
-    def settled(self, answer: Answer) -> Answer:
-        """The same placements with as little state offloaded as keeps the limit, all that may be if nothing does."""
-        assembly, choice = self.solved.assembly, answer.choice
-        if not assembly.idle:
-            return answer
-        spared, layout = self.peak(assembly.placements_of(choice)).nbytes - self.limit, assembly.layout(choice)
-        nbytes_of = {
-            node: offloaded_nbytes(assembly.root.graph, layout, inputs, assembly.mesh)
-            for node, inputs in assembly.idle.items()
-        }
-        hosted = dict(sorted(nbytes_of.items(), key=lambda each: (-sum(each[1]), each[0]))) if spared > 0 else {}
-        for node in list(hosted):
-            others = [nbytes for other, of_inputs in hosted.items() if other != node for nbytes in of_inputs]
-            if away(others) >= spared:
-                del hosted[node]
-        choice = assembly.offloading(choice, hosted)
-        return replace(answer, choice=choice, objective=assembly.problem.evaluate(choice))

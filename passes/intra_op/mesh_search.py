@@ -21,9 +21,11 @@ from passes.intra_op.memory_limit import (
     is_out_of_reach,
     least_memory,
 )
-from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Restriction, Solved
+from passes.intra_op.mesh_memory import MeshMemory
+from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.meshes import allowed
 from passes.intra_op.proving import Goal, better, proven, run
+from passes.intra_op.restrictions import Restriction
 from passes.ir import Graph, StatePairs
 from passes.plan import INTERRUPTED, Alternative, Plan
 from passes.progress import Progress, SearchContext
@@ -36,8 +38,10 @@ _ROUGH = 0.1
 bound leaves out what is dearer. At 0.02 nine residual layers within .95 of their memory took 173 s of processor time in
 place of 162, one run each."""
 
-_OPEN = 1e-3
-"""The gap from which plans by hand are worth a look: each takes a solve of its own."""
+_WORTH_A_LOOK = 1e-3
+"""The gap from which plans by hand are looked at, each of which takes a solve of its own: it bounds what the cheapest
+plan may be above one by hand. What half and double of it find was not measured
+(`python -m benchmarks.settings --only intra_op.mesh_search`)."""
 
 
 def best(
@@ -133,7 +137,7 @@ class MeshSearch:
                 all_solved[place] = replace(solved, answer=better(answer, solved.answer))
         for place, solved in enumerate(list(all_solved)):
             least = min(other.answer.objective for other in all_solved)
-            if solved.answer.bound < (1 - max(_OPEN, self._rough.gap)) * least:
+            if solved.answer.bound < (1 - max(_WORTH_A_LOOK, self._rough.gap)) * least:
                 for base, answer in self.by_hand.answers(self.problems, solved):
                     if base.regather == solved.regather:
                         all_solved[place] = solved = replace(solved, answer=better(answer, solved.answer))
@@ -156,8 +160,7 @@ class MeshSearch:
     @property
     def expected_nbytes(self) -> float:
         """Bytes that plans over these meshes are expected to need at least, by what is live and what peaks were."""
-        least = (self.problems.least_nbytes(solved) for solved in (*self.solved, *self.infeasible))
-        return self.problems.scale * min(least)
+        return min(map(self.problems.expected_nbytes, (*self.solved, *self.infeasible)))
 
     def again(self, context: SearchContext, *, offload: bool) -> MeshSearch:
         """The same search, with its solved problems, for plans that offload state or do not; no mesh was infeasible."""
@@ -347,7 +350,7 @@ def _met(solved: Solved) -> Alternative:
 
 def _is_open(cheapest: Answer, gap: float) -> bool:
     """Whether plans by hand may be better than the cheapest answer by more than the gap of its solve."""
-    return cheapest.bound < (1 - max(_OPEN, gap)) * cheapest.objective
+    return cheapest.bound < (1 - max(_WORTH_A_LOOK, gap)) * cheapest.objective
 
 
 def count(graph: Graph) -> int:

@@ -13,6 +13,7 @@ from passes.cluster import Mesh
 from passes.intra_op.assembly import Assembly
 from passes.ir import Graph, StatePairs, phase
 from passes.placement import Layout
+from passes.plan import Plan
 from passes.solver import Budget, Edge, Floats, Indices
 
 
@@ -63,6 +64,22 @@ def with_host(assembly: Assembly, inputs: Sequence[int]) -> Assembly:
         seconds[node] = np.concatenate([seconds[node], seconds[node] + transfers])
     edges = _twice(assembly.problem.edges, idle)
     return replace(made, problem=replace(assembly.problem, seconds=tuple(seconds), edges=edges))
+
+
+def with_offloaded(plan: Plan, graph: Graph, inputs: tuple[int, ...]) -> Plan:
+    """The plan with the state of these inputs in the host's memory between steps, with the seconds of its transfers."""
+    if not inputs:
+        return plan
+    host_nbytes = offloaded_nbytes(graph, plan.layout, inputs, plan.mesh)
+    # What rests with the host is state that the apply phase alone reads: its bytes are of no other cause.
+    state = plan.nbytes["optimizer state"] - away(host_nbytes)
+    return replace(
+        plan,
+        offloaded=inputs,
+        seconds={**plan.seconds, "offload": transfer_seconds(host_nbytes, plan.mesh)},
+        nbytes={**plan.nbytes, "optimizer state": state},
+        memory=plan.memory and plan.memory.less(away(host_nbytes)),
+    )
 
 
 def restricted_to(assembly: Assembly, on_device: Assembly) -> Assembly:

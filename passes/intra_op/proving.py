@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from passes.intra_op.memory_limit import LOOSE, Fitted, filled, seconds_within, tightened
-from passes.intra_op.mesh_problems import MeshMemory, MeshProblems, Solved
+from passes.intra_op.mesh_memory import MeshMemory
+from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.solver import Answer, Search, SolverOptions
 
 _FAR = 0.1

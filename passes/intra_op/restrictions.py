@@ -8,21 +8,20 @@ solving the rest fills those gaps the best way, and puts the plan on the path th
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
-from typing import cast
+from typing import NamedTuple
 
-import numpy as np
-
-from passes.cluster import Cluster, Mesh
+from passes.cluster import Mesh
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
 from passes.intra_op.axis_choices import PARTIAL
-from passes.intra_op.roles import Roles, Value, a_loop_runs_over, frozen, in_forward, origin, recurrent, roles
+from passes.intra_op.batch_reach import a_loop_runs_over
+from passes.intra_op.roles import Roles, Value, frozen, in_forward, origin, recurrent, roles
 from passes.intra_op.strategies import Strategy
+from passes.intra_op.strategy_filter import StrategyFilter, restricted
 from passes.ir import Graph, StatePairs, phase
 from passes.layers import OTHERWISE, taken_for
 from passes.placement import weights
@@ -38,119 +37,6 @@ BATCH_FIRST = (
 )
 """What comes before other remedies where a loop runs over what was taken for the batch."""
 
-_ROUNDING = 1e-9
-"""The share by which equal sums of bytes may differ: they are sums over shares, which are not whole."""
-
-
-def check_sizes(sizes: Mapping[str, int], cluster: Cluster) -> None:
-    """Raises PlanningError unless the sizes are positive and multiply to the cluster's devices."""
-    call = f"Megatron({', '.join(f'{name}={size!r}' for name, size in sizes.items())})"
-    if not all(isinstance(cast(object, size), int) and size > 0 for size in sizes.values()):
-        raise PlanningError(explain(call, "sizes are whole numbers from 1", "", "write, say, data=2, tensor=4"))
-    total = math.prod(sizes.values())
-    if total != cluster.n_devices:
-        rule = f"this makes {total} devices, and cluster {cluster.name!r} has {cluster.n_devices}"
-        raise PlanningError(explain(call, rule, "", "choose sizes whose product is the number of devices"))
-
-
-def check_optimizer_stage(stage: int) -> None:
-    """Raises PlanningError unless ZeRO's stage is one that stands beside tensors and pipelines: none, or 1."""
-    if type(stage) is not int or stage not in (0, 1):
-        rule = "beside tensors and stages optimizer state alone is cut over the data devices: zero=0 or 1"
-        remedy = "use zero=1, or planner=Zero(3) over all devices"
-        raise PlanningError(explain(f"Megatron(zero={stage!r})", rule, "", remedy))
-
-
-def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[str]) -> None:
-    """Raises PlanningError unless the axes divide the batch dimension of every batch input."""
-    graph, parts = assembly.root.graph, math.prod(map(assembly.mesh.axis_size, axes))
-    for position, value in enumerate(graph.inputs):
-        size = graph.types[value].shape[batch[value]] if value in batch else 0
-        if size % parts:
-            name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
-            count = graph.types[value].shape[0] if batch[value] else 1
-            larger = -(-size // parts) * parts * count
-            along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
-            of_each = f"rows of each of {count} microbatches, which are" if batch[value] else "leading dimension of"
-            rule = f"{parts} devices on {along} do not divide its {of_each} {size}"
-            context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
-            fewer = "fewer microbatches, " if batch[value] else ""
-            time = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ""
-            remedy = f"{time}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
-            raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
-
-
-def restricted(
-    assembly: Assembly,
-    allows: Callable[[Subproblem, int, Strategy], bool],
-    allows_input: Callable[[int, ShardingSpec], bool],
-    allows_port: Callable[[Value, ShardingSpec], bool] = lambda value, spec: True,
-    allows_stacked: Callable[[ShardingSpec], bool] = lambda spec: True,
-    nbytes_of: Callable[[Value, ShardingSpec], float] = lambda value, spec: 0.0,
-) -> Assembly:
-    """The assembly without the strategies that the predicates refuse; a node that would lose all keeps all.
-
-    Of those that a node keeps, only the ones under which its values take the fewest bytes, as `nbytes_of` counts them.
-    """
-    root, seconds = assembly.root, list(assembly.problem.seconds)
-
-    def keep(node: int, is_kept: Sequence[bool], nbytes: Sequence[float]) -> None:
-        if any(is_kept):
-            smallest = min(n for stays, n in zip(is_kept, nbytes, strict=True) if stays)
-            few = np.array(is_kept) & (np.array(nbytes) <= smallest * (1 + _ROUNDING))
-            seconds[node] = np.where(few, seconds[node], np.inf)
-
-    for subproblem in root.all():
-        values_at: dict[int, list[tuple[Value, Sequence[ShardingSpec]]]] = defaultdict(list)
-        for value, site in subproblem.sites.items():
-            values_at[site.node].append(((subproblem.number, value), site.specs))
-        for b, table in enumerate(subproblem.tables):
-            absorbed = {v: subproblem.sites[v].specs for v in subproblem.grouping.operator_groups[b].inputs}
-            legal = [allows(subproblem, b, strategy) for strategy in table.strategies]
-            fits = [all(allows_input(v, specs[s]) for v, specs in absorbed.items()) for s in range(len(legal))]
-            # Where an input cannot lie as it should beside what reads it, as running statistics of a batch that is cut,
-            # it gives way.
-            legal_and_allowed = [is_legal and is_allowed for is_legal, is_allowed in zip(legal, fits, strict=True)]
-            kept_strategies = legal_and_allowed if any(legal_and_allowed) else legal
-            ours = values_at[subproblem.first + b]
-            nbytes = [sum(nbytes_of(value, specs[s]) for value, specs in ours) for s in range(len(kept_strategies))]
-            keep(subproblem.first + b, kept_strategies, nbytes)
-        for control_join in subproblem.control_joins.values():
-            for body, inner in zip(control_join.control.bodies, control_join.bodies, strict=True):
-                for value, port in zip(body.graph.inputs, body.inputs, strict=True):
-                    site, where = control_join.ports[port], (inner.number, value)
-                    kept_strategies = [allows_port(where, spec) for spec in site.specs]
-                    keep(site.node, kept_strategies, [nbytes_of(where, spec) for spec in site.specs])
-                for value, port in zip(body.graph.outputs, body.outputs, strict=True):
-                    site, where = control_join.ports[port], (inner.number, inner.grouping.roots.get(value, value))
-                    if control_join.control.ports[port].stacked:
-                        kept_strategies = [allows_stacked(spec) for spec in site.specs]
-                        keep(site.node, kept_strategies, [nbytes_of(where, spec) for spec in site.specs])
-    for value in root.grouping.loose:
-        site, where = root.sites[value], (root.number, value)
-        keep(
-            site.node,
-            [allows_input(value, spec) for spec in site.specs],
-            [nbytes_of(where, s) for s in site.specs],
-        )
-    return replace(assembly, problem=replace(assembly.problem, seconds=tuple(seconds)))
-
-
-def _cut(spec: ShardingSpec, axis: str) -> bool:
-    return any(axis in axes for axes in spec.dims)
-
-
-def _class_on(strategy: Strategy, axis: str) -> int | None:
-    """The class of dimensions that an axis cuts in a strategy; None for none."""
-    return dict(strategy.axis_choice).get(axis)
-
-
-def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
-    """Whether the axis cuts the batch where there is one, and nothing elsewhere but what is broadcast over it."""
-    classes = values.batch_classes.get(node)
-    cls = _class_on(strategy, axis)
-    return cls in classes if classes else cls in (None, PARTIAL, *values.aligned_classes.get(node, ()))
-
 
 def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Assembly:
     """The assembly with strategies of data parallelism alone, of the `batch` at these positions of inputs."""
@@ -158,13 +44,23 @@ def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Ass
         return assembly
     values, axis = roles(assembly, batch), assembly.mesh.axes[0]
     _check_batch(assembly, values.batch, (axis,))
-    return restricted(
-        assembly,
-        lambda subproblem, operator_group, strategy: _on_batch(
-            values, subproblem.first + operator_group, strategy, axis
-        ),
-        lambda value, spec: (axis in spec.dims[values.batch[value]]) if value in values.batch else not _cut(spec, axis),
-    )
+    return restricted(assembly, _DataParallel(values=values, axis=axis))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DataParallel(StrategyFilter):
+    """The batch cut over an axis, and nothing else."""
+
+    values: Roles
+    axis: str
+
+    def keeps(self, subproblem: Subproblem, group: int, strategy: Strategy) -> bool:
+        return _on_batch(self.values, subproblem.first + group, strategy, self.axis)
+
+    def keeps_input(self, value: int, spec: ShardingSpec) -> bool:
+        if value in self.values.batch:
+            return self.axis in spec.dims[self.values.batch[value]]
+        return not _cut(spec, self.axis)
 
 
 def sharded_by_zero(stage: int, graph: Graph, state_pairs: StatePairs, batch: Sequence[int]) -> list[int]:
@@ -175,49 +71,55 @@ def sharded_by_zero(stage: int, graph: Graph, state_pairs: StatePairs, batch: Se
     return sorted(returned | frozen(graph, state_pairs, [graph.inputs[i] for i in batch]))
 
 
-def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly], Assembly]:
-    """The restriction of ZeRO's stage 1, 2 or 3 on a mesh of one or more axes: the batch is cut over all of them.
+def zero(assembly: Assembly, stage: int, batch: Sequence[int] | None = None) -> Assembly:
+    """The assembly with strategies of ZeRO's stage 1, 2 or 3 alone: the batch is cut over all axes of the mesh.
 
-    State is cut over as many devices as its dimensions allow. Raises PlanningError for another stage.
+    State is cut over as many devices as its dimensions allow, in stage 3 weights are too.
     """
-    if type(stage) is not int or stage not in (1, 2, 3):
-        raise PlanningError(
-            f"Zero(stage={stage!r}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none"
-        )
+    axes = assembly.mesh.axes
+    if not axes:
+        return assembly
+    values, root = roles(assembly, batch), assembly.root
+    _check_batch(assembly, values.batch, axes)
+    sharded = {(root.number, v) for v in values.state | (values.parameters if stage == 3 else frozenset[int]())}
+    if stage == 3:
+        fetched = replace(values, weights={v: values.weights[v] for v in values.weights.keys() - recurrent(root)})
+        sharded |= fetched.weights.keys()
+        sharded |= {(each.number, v) for each in root.all() for v in _made_of_weights(each, fetched)}
+    graphs = {each.number: each.graph for each in root.all()}
+    strategies = _Zero(mesh=assembly.mesh, root=root, values=values, sharded=frozenset(sharded), graphs=graphs)
+    return restricted(assembly, strategies)
 
-    def restrict(assembly: Assembly) -> Assembly:
-        mesh, axes = assembly.mesh, assembly.mesh.axes
-        if not axes:
-            return assembly
-        values, root = roles(assembly, batch), assembly.root
-        graphs = {subproblem.number: subproblem.graph for subproblem in root.all()}
-        _check_batch(assembly, values.batch, axes)
-        sharded = {(root.number, v) for v in values.state | (values.parameters if stage == 3 else frozenset[int]())}
-        if stage == 3:
-            fetched = replace(values, weights={v: values.weights[v] for v in values.weights.keys() - recurrent(root)})
-            sharded |= fetched.weights.keys()
-            sharded |= {
-                (subproblem.number, v) for subproblem in root.all() for v in _made_of_weights(subproblem, fetched)
-            }
 
-        def allows(subproblem: Subproblem, operator_group: int, strategy: Strategy) -> bool:
-            node = subproblem.first + operator_group
-            return node not in values.batch_classes or all(_on_batch(values, node, strategy, axis) for axis in axes)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Zero(StrategyFilter):
+    """The batch cut over all axes, and the `sharded` values cut as far as can be."""
 
-        def allows_input(value: int, spec: ShardingSpec) -> bool:
-            if value in values.batch:
-                return spec.dims[values.batch[value]] == axes
-            return (root.number, value) in sharded or spec.is_replicated
+    mesh: Mesh
+    root: Subproblem
+    values: Roles
+    sharded: frozenset[Value]
+    graphs: Mapping[int, Graph]
 
-        def nbytes_of(value: Value, spec: ShardingSpec) -> float:
-            return spec.local_nbytes(graphs[value[0]].types[value[1]], mesh) if value in sharded else 0.0
+    def keeps(self, subproblem: Subproblem, group: int, strategy: Strategy) -> bool:
+        node, axes = subproblem.first + group, self.mesh.axes
+        is_off_batch = node not in self.values.batch_classes
+        return is_off_batch or all(_on_batch(self.values, node, strategy, axis) for axis in axes)
 
-        # Gradients of a loop's layers are scattered one by one: all of them whole would be what ZeRO is there to avoid.
-        return restricted(
-            assembly, allows, allows_input, allows_stacked=lambda spec: not spec.partial, nbytes_of=nbytes_of
-        )
+    def keeps_input(self, value: int, spec: ShardingSpec) -> bool:
+        if value in self.values.batch:
+            return spec.dims[self.values.batch[value]] == self.mesh.axes
+        return (self.root.number, value) in self.sharded or spec.is_replicated
 
-    return restrict
+    def keeps_stacked(self, spec: ShardingSpec) -> bool:
+        """Gradients of a loop's layers are scattered one by one: all of them whole are what ZeRO is there to avoid."""
+        return not spec.partial
+
+    def nbytes(self, value: Value, spec: ShardingSpec) -> float:
+        if value not in self.sharded:
+            return 0.0
+        number, inner = value
+        return spec.local_nbytes(self.graphs[number].types[inner], self.mesh)
 
 
 def _made_of_weights(subproblem: Subproblem, values: Roles) -> Iterator[int]:
@@ -256,46 +158,67 @@ def megatron(
     """
     axes = assembly.mesh.axes
     if tensor not in axes:
-        return zero(1, batch)(assembly) if is_state_cut else data_parallel(assembly, batch)
-    values = roles(assembly, batch)
+        return zero(assembly, 1, batch) if is_state_cut else data_parallel(assembly, batch)
+    values, root = roles(assembly, batch), assembly.root
     if data in axes:
         _check_batch(assembly, values.batch, (data,))
-    weighty = {
-        subproblem.first + b: classes
-        for subproblem in assembly.root.all()
-        for b, classes in _weight_classes(subproblem, values)
-    }
-    multiplied = _multiplied(assembly.root, values)
-    matrices = {value for value in multiplied if values.weights[value] > 1}
-    root = assembly.root.number
-    state = {(root, v) for v in values.state} if is_state_cut and data in axes else set[Value]()
-    types = assembly.root.graph.types
+    state = {(root.number, v) for v in values.state} if is_state_cut and data in axes else set[Value]()
+    strategies = _Megatron(
+        assembly=assembly,
+        values=values,
+        data=data if data in axes else "",
+        tensor=tensor,
+        weight_classes={
+            each.first + group: classes for each in root.all() for group, classes in _weight_classes(each, values)
+        },
+        matrices=frozenset(value for value in _multiplied(root, values) if values.weights[value] > 1),
+        state=frozenset(state),
+    )
+    return restricted(assembly, strategies)
 
-    def allows(subproblem: Subproblem, operator_group: int, strategy: Strategy) -> bool:
-        node = subproblem.first + operator_group
-        is_update = bool(state) and node not in values.batch_classes
-        if data in axes and not is_update and not _on_batch(values, node, strategy, data):
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Megatron(StrategyFilter):
+    """The batch cut over the axis `data`, if there is one, and the `matrices` over `tensor`.
+
+    `weight_classes` are those of operator groups that stand for dimensions of matrices. The `state` is cut as well.
+    """
+
+    assembly: Assembly
+    values: Roles
+    data: str
+    tensor: str
+    weight_classes: Mapping[int, frozenset[int]]
+    matrices: frozenset[Value]
+    state: frozenset[Value]
+
+    def keeps(self, subproblem: Subproblem, group: int, strategy: Strategy) -> bool:
+        node = subproblem.first + group
+        is_update = bool(self.state) and node not in self.values.batch_classes
+        if self.data and not is_update and not _on_batch(self.values, node, strategy, self.data):
             return False
-        cls = _class_on(strategy, tensor)
-        if weighty[node]:
-            return cls in weighty[node]
-        return cls not in values.batch_classes.get(node, ())
+        cls = _class_on(strategy, self.tensor)
+        if self.weight_classes[node]:
+            return cls in self.weight_classes[node]
+        return cls not in self.values.batch_classes.get(node, ())
 
-    def allows_input(value: int, spec: ShardingSpec) -> bool:
-        if value in values.batch:
-            return (data not in axes or data in spec.dims[values.batch[value]]) and not _cut(spec, tensor)
+    def keeps_input(self, value: int, spec: ShardingSpec) -> bool:
+        batch = self.values.batch
+        if value in batch:
+            return (not self.data or self.data in spec.dims[batch[value]]) and not _cut(spec, self.tensor)
         # Beside state, that is a gradient that another stage hands on.
-        if data in axes and _cut(spec, data) and not (state and value not in values.parameters):
+        may_be_cut = self.state and value not in self.values.parameters
+        if self.data and _cut(spec, self.data) and not may_be_cut:
             return False
-        return (root, value) not in matrices or _cut(spec, tensor)
+        return self.keeps_port((self.assembly.root.number, value), spec)
 
-    def allows_port(value: Value, spec: ShardingSpec) -> bool:
-        return value not in matrices or _cut(spec, tensor)
+    def keeps_port(self, value: Value, spec: ShardingSpec) -> bool:
+        return value not in self.matrices or _cut(spec, self.tensor)
 
-    def nbytes_of(value: Value, spec: ShardingSpec) -> float:
-        return spec.local_nbytes(types[value[1]], assembly.mesh) if value in state else 0.0
-
-    return restricted(assembly, allows, allows_input, allows_port, nbytes_of=nbytes_of)
+    def nbytes(self, value: Value, spec: ShardingSpec) -> float:
+        if value not in self.state:
+            return 0.0
+        return spec.local_nbytes(self.assembly.root.graph.types[value[1]], self.assembly.mesh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,17 +232,59 @@ class Along:
         return megatron(assembly, self.data, self.tensor)
 
 
-def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[tuple[Callable[[Assembly], Assembly], bool]]:
-    """The restrictions of planners by hand on a mesh, by any names of its axes, and whether each regathers weights."""
+class HandMade(NamedTuple):
+    """The plans that a planner by hand may make on a mesh; with `regather`, weights are gathered once a use."""
+
+    restrict: Restriction
+    regather: bool = False
+
+
+def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[HandMade]:
+    """The planners by hand on a mesh, by any names of its axes."""
     if len(mesh.axes) == 1:
-        yield partial(data_parallel, batch=batch), False
-        yield partial(megatron, data="", tensor=mesh.axes[0], batch=batch), False
+        yield HandMade(partial(data_parallel, batch=batch))
+        yield HandMade(partial(megatron, data="", tensor=mesh.axes[0], batch=batch))
     alike = len({mesh.group((axis,)) for axis in mesh.axes}) == 1  # then the order of axes is naming
     for data, tensor in list(permutations(mesh.axes, 2))[: 1 if alike else None]:
         if len(mesh.axes) == 2:
-            yield partial(megatron, data=data, tensor=tensor, batch=batch), False
+            yield HandMade(partial(megatron, data=data, tensor=tensor, batch=batch))
     for stage in (1, 3):
-        yield zero(stage, batch), stage == 3
+        yield HandMade(partial(zero, stage=stage, batch=batch), regather=stage == 3)
+
+
+def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[str]) -> None:
+    """Raises PlanningError unless the axes divide the batch dimension of every batch input."""
+    graph, parts = assembly.root.graph, math.prod(map(assembly.mesh.axis_size, axes))
+    for position, value in enumerate(graph.inputs):
+        size = graph.types[value].shape[batch[value]] if value in batch else 0
+        if size % parts:
+            name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
+            count = graph.types[value].shape[0] if batch[value] else 1
+            larger = -(-size // parts) * parts * count
+            along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
+            of_each = f"rows of each of {count} microbatches, which are" if batch[value] else "leading dimension of"
+            rule = f"{parts} devices on {along} do not divide its {of_each} {size}"
+            context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
+            fewer = "fewer microbatches, " if batch[value] else ""
+            time = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ""
+            remedy = f"{time}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
+            raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
+
+
+def _cut(spec: ShardingSpec, axis: str) -> bool:
+    return any(axis in axes for axes in spec.dims)
+
+
+def _class_on(strategy: Strategy, axis: str) -> int | None:
+    """The class of dimensions that an axis cuts in a strategy; None for none."""
+    return dict(strategy.axis_choice).get(axis)
+
+
+def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
+    """Whether the axis cuts the batch where there is one, and nothing elsewhere but what is broadcast over it."""
+    classes = values.batch_classes.get(node)
+    cls = _class_on(strategy, axis)
+    return cls in classes if classes else cls in (None, PARTIAL, *values.aligned_classes.get(node, ()))
 
 
 def _multiplied(subproblem: Subproblem, values: Roles) -> set[Value]:

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, explain
-from passes.intra_op.axis_choices import PARTIAL, AxisChoice, Signature, SizelessRule, Where
+from passes.intra_op.axis_choices import PARTIAL, AxisChoice
+from passes.intra_op.group_walks import Signature, SizelessRule, Where
 from passes.intra_op.rearranging import is_ordered, rearranging_seconds
 from passes.intra_op.roofline import computed_flops, has_own_rate, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets

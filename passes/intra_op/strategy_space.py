@@ -13,7 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from passes.intra_op.axis_choices import AxisChoice, Signature, Walk, Walker, axis_choices
+from passes.intra_op.axis_choices import AxisChoice, axis_choices
+from passes.intra_op.group_walks import GroupWalk, GroupWalks, Signature
 from passes.rules import Assignment
 from passes.sharding import ShardingSpec
 from passes.solver import Indices
@@ -67,9 +68,9 @@ def subsets(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
 @lru_cache(maxsize=1024)
 def strategy_space(signature: Signature) -> StrategySpace:
     """The strategy space of a signature, in the order of `axis_choices`."""
-    walker = Walker(signature)
-    walks = [walk for choice in axis_choices(signature.options, signature.axes) for walk in walker.walks(choice)]
-    return _Columns(signature, walker.reads).gathered(walks)
+    group_walks = GroupWalks(signature)
+    walks = [walk for choice in axis_choices(signature.options, signature.axes) for walk in group_walks.under(choice)]
+    return _Columns(signature, group_walks.reads).gathered(walks)
 
 
 class _Columns:
@@ -80,7 +81,7 @@ class _Columns:
         self.reads = reads
         self._codes: dict[ShardingSpec, int] = {}
 
-    def gathered(self, walks: list[Walk]) -> StrategySpace:
+    def gathered(self, walks: list[GroupWalk]) -> StrategySpace:
         signature = self.signature
         sparse = [operand in signature.forms[position].rule.sparse for position, operand in self.reads]
         pieces, interface = list[list[int]](), list[list[int]]()
@@ -112,7 +113,7 @@ class _Columns:
     def _numbered(self, specs: list[ShardingSpec]) -> list[int]:
         return [self._codes.setdefault(spec, len(self._codes)) for spec in specs]
 
-    def _masks(self, walks: list[Walk]) -> tuple[tuple[tuple[int, int], ...], Indices]:
+    def _masks(self, walks: list[GroupWalk]) -> tuple[tuple[tuple[int, int], ...], Indices]:
         """The (member, factor) pairs that some walk cuts, and the sets of axes that cut each, one bit an axis."""
         bits = {axis: 1 << i for i, axis in enumerate(self.signature.axes)}
         rows: dict[tuple[int, int], list[int]] = {}
@@ -131,7 +132,7 @@ class _Columns:
             row[: len(standing)] = standing
         return depths
 
-    def _moves(self, walks: list[Walk]) -> Iterator[Moves]:
+    def _moves(self, walks: list[GroupWalk]) -> Iterator[Moves]:
         for port in sorted({port for walk in walks for port in walk.moved}):
             value = next(walk.moved[port][0] for walk in walks if port in walk.moved)
             pairs: dict[tuple[ShardingSpec, ShardingSpec], int] = {}

@@ -254,42 +254,56 @@ class _Dims:
         """
         firsts = self._numbered([type.rank for type in graph.types])
         for index, (node, rule) in enumerate(zip(graph.nodes, rules_of(graph), strict=True)):
-            control = control_of(node, graph)
-            if control is not None:
-                ports = self._numbered([port.type.rank for port in control.ports])
-                port_uses = (
-                    *zip(node.inputs, control.operands, strict=True),
-                    *zip(node.outputs, control.results, strict=True),
-                )
-                for value, port_use in port_uses:
-                    self._hang(firsts[value], graph.types[value].rank, ports, port_use)
-                trips = self._trips(node, control, firsts)
+            if (control := control_of(node, graph)) is not None:
+                trips = self._enter_control(graph, node, control, firsts, times, around or ())
                 if trips and around is None:
                     self.trips[index] = trips[0]
-                for body in control.bodies:
-                    inside = self.enter(body.graph, times * body.trips * body.share, (*(around or ()), *trips))
-                    with_ports = (
-                        *zip(body.graph.inputs, body.inputs, strict=True),
-                        *zip(body.graph.outputs, body.outputs, strict=True),
-                    )
-                    for value, port in with_ports:
-                        self._hang(inside[value], body.graph.types[value].rank, ports, PortUse(port=port))
             elif rule.alias:
                 for before, after in zip(node.inputs, node.outputs, strict=True):
                     self._hang(firsts[before], graph.types[before].rank, firsts, PortUse(port=after))
             else:
-                read = [firsts[v] for v in node.inputs]
-                apart = list(split_for_loop(graph, node, rule))
-                for before, after in apart:
-                    self._join(firsts[node.inputs[0]] + before, firsts[node.outputs[0]] + after)
-                parts = {rule.operands[0][before] for before, _ in apart}
-                made = [firsts[v] for v in node.outputs]
-                kept, summed = self._follow(rule, read, made, parts)
-                if self.single and rule.single is not None:
-                    more = self._follow(rule.single, read, made, ())
-                    kept, summed = kept + more[0], summed + more[1]
+                kept, summed = self._enter_operator(graph, node, rule, firsts)
                 self.nodes.append((times * rule.flops, phase(node) == "forward", [*kept, *(around or ())], summed))
         return firsts
+
+    def _enter_control(
+        self, graph: Graph, node: Node, control: Control, firsts: Sequence[int], times: float, around: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The dimension that a loop runs over, if its iterations stand alone; all of its or a branch's bodies followed.
+
+        Dimensions of values on either side of a port are cut together.
+        """
+        ports = self._numbered([port.type.rank for port in control.ports])
+        port_uses = (
+            *zip(node.inputs, control.operands, strict=True),
+            *zip(node.outputs, control.results, strict=True),
+        )
+        for value, port_use in port_uses:
+            self._hang(firsts[value], graph.types[value].rank, ports, port_use)
+        trips = self._trips(node, control, firsts)
+        for body in control.bodies:
+            inside = self.enter(body.graph, times * body.trips * body.share, (*around, *trips))
+            with_ports = (
+                *zip(body.graph.inputs, body.inputs, strict=True),
+                *zip(body.graph.outputs, body.outputs, strict=True),
+            )
+            for value, port in with_ports:
+                self._hang(inside[value], body.graph.types[value].rank, ports, PortUse(port=port))
+        return trips
+
+    def _enter_operator(
+        self, graph: Graph, node: Node, rule: ShardingRule, firsts: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """The dimensions that an operator keeps, and those that it sums up; operands' are cut with results'."""
+        read, made = [firsts[v] for v in node.inputs], [firsts[v] for v in node.outputs]
+        apart = list(split_for_loop(graph, node, rule))
+        for before, after in apart:
+            self._join(read[0] + before, made[0] + after)
+        kept, summed = self._follow(rule, read, made, {rule.operands[0][before] for before, _ in apart})
+        if self.single and rule.single is not None:
+            more = self._follow(rule.single, read, made, ())
+            kept, summed = kept + more[0], summed + more[1]
+        return kept, summed
 
     def _trips(self, node: Node, control: Control, firsts: Sequence[int]) -> tuple[int, ...]:
         """The dimension that a loop runs over, where its iterations stand alone: that of all its slices."""

@@ -24,17 +24,8 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh
 from passes.ir import Graph, Phase
 from passes.layers import layer_names
-from passes.memory.device_program import (
-    WHOLE,
-    Combine,
-    Context,
-    DeviceProgram,
-    Interface,
-    Summed,
-    interface_of,
-    lower,
-    never_summed,
-)
+from passes.memory.device_lowering import Combine, Context, Summed, lower, never_summed
+from passes.memory.device_program import WHOLE, DeviceProgram, Interface, interface_of
 from passes.memory.fusion import Kernel, post_order
 from passes.memory.holders import Holder, Temporaries, phase_of
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes

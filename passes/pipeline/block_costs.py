@@ -12,116 +12,36 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 from passes.cluster import Cluster, Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.inter_op import StageCost
 from passes.intra_op import assemble, best, computing, extract, pins, restrictions
-from passes.ir import PHASES, StatePairs, TensorType
-from passes.pipeline.assemble import layout_cost, saved_values
+from passes.ir import PHASES
+from passes.pipeline.assemble import layout_cost
+from passes.pipeline.blocks import Block, KindOfBlock
 from passes.pipeline.segments import entering
-from passes.pipeline.structural_hash import structural_hash
 from passes.pipeline.workers import Task, WorkerPool
-from passes.placement import Grouping, Layout, ReshardingPlan, group, resharding_plan
+from passes.placement import Layout, ReshardingPlan, resharding_plan
 from passes.plan import Plan
 from passes.rules import pinned_mesh
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
 from passes.step import Step
-from passes.transforms import Part, microbatch_stacks, whole_layout
+from passes.transforms import whole_layout
 
 ROUGH = 3e-2
 """The relative gap at which the solve of a price ends: prices choose stages, and the stages that are chosen are solved
 to the gap that is asked for. `python -m benchmarks.planning --pipeline` shows what prices and plans differ by."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A part of a step with its state; parts of one `kind` are the same but for names.
-
-    `chain` pairs (output, input) positions of the values that a block hands on and takes in, if its neighbours are of
-    its kind: laid out alike, such blocks follow each other without a resharding. `fewer` are the kinds that the same
-    block is of in fewer microbatches.
-    """
-
-    part: Part
-    state_pairs: StatePairs
-    chain: StatePairs
-    kind: str
-    fewer: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, part: Part, state_pairs: StatePairs, chain: StatePairs = ()) -> Self:
-        return cls(part=part, state_pairs=state_pairs, chain=chain, kind=structural_hash(part, (*state_pairs, *chain)))
-
-    @property
-    def all_pairs(self) -> StatePairs:
-        """The (output, input) positions that must be laid out alike: of its state, and of its chain."""
-        return (*self.state_pairs, *self.chain)
-
-    def period(self, cost: StageCost) -> float:
-        """Seconds of a microbatch with its share of what comes after all of them."""
-        return cost.period(self.part.scan.length)
-
-
-def alike(parts: Sequence[Part], state_pairs: Sequence[StatePairs]) -> tuple[Block, ...]:
-    """The consecutive parts of a step as blocks, chained to what comes before and after them where that is alike."""
-    kinds = [structural_hash(part, pairs) for part, pairs in zip(parts, state_pairs, strict=True)]
-    blocks: list[Block] = []
-    for at, (part, pairs) in enumerate(zip(parts, state_pairs, strict=True)):
-        inner = 0 < at < len(parts) - 1 and kinds[at] in (kinds[at - 1], kinds[at + 1])
-        blocks.append(Block.of(part, pairs, _chain(parts[at - 1], part, parts[at + 1]) if inner else ()))
-    return tuple(blocks)
-
-
-def _chain(before: Part, part: Part, after: Part) -> StatePairs:
-    """(output, input) positions of the values that a part hands on and takes in, forward and backward."""
-    return (*_handed(before, part, after), *_handed(after, part, before))
-
-
-def _handed(source: Part, part: Part, target: Part) -> StatePairs:
-    """(output, input) positions of what a part gets from one neighbour and gives to the other; none unless they fit.
-
-    What one of them has and the other has nothing like, as statistics that a neighbour collects, is not handed on.
-    """
-    types = part.graph.types
-    inputs, outputs = ({v: i for i, v in enumerate(values)} for values in (part.graph.inputs, part.graph.outputs))
-    taken = [v for v in part.boundary_values if v in inputs and v in source.graph.outputs]
-    given = [v for v in part.boundary_values if v in outputs and v in target.graph.inputs]
-    both = {types[v] for v in taken} & {types[v] for v in given}
-    taken, given = ([v for v in values if types[v] in both] for values in (taken, given))
-    if [types[v] for v in given] != [types[v] for v in taken]:
-        return ()
-    return tuple((outputs[theirs], inputs[ours]) for theirs, ours in zip(given, taken, strict=True))
-
-
-PriceRequest = tuple[Block, Mesh, float]
-"""A block, a mesh, and the period in seconds from which its price is of no use."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _First:
-    """The first block of a kind; `nbytes` is what stays between microbatches, `state` has the arrays without the batch.
-
-    `kept_nbytes` is what the forward of a microbatch keeps for its backward.
-    """
+class PriceRequest(NamedTuple):
+    """A block to be priced on a mesh; from the period `cutoff` in seconds on, its price is of no use."""
 
     block: Block
-    grouping: Grouping
-    nbytes: int
-    state: tuple[TensorType, ...]
-    kept_nbytes: int
-    _cut_nbytes: dict[int, int] = field(default_factory=dict[int, int])
-
-    def state_nbytes(self, parts: int) -> int:
-        """Bytes of one device of the state, cut over so many where these divide one dimension of an array."""
-        if parts not in self._cut_nbytes:
-            cut = [any(size % parts == 0 for size in array.shape) for array in self.state]
-            self._cut_nbytes[parts] = sum(
-                array.nbytes // parts if is_cut else array.nbytes for array, is_cut in zip(self.state, cut, strict=True)
-            )
-        return self._cut_nbytes[parts]
+    mesh: Mesh
+    cutoff: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,8 +49,8 @@ class BlockCosts:
     """The costs ("prices") of blocks on meshes, each computed once.
 
     With `restrict`, they are those of placements that a planner by hand makes; a block that it refuses cannot be there.
-    Work that can be shared is, with a `pool` of copies. `whole` are the costs that these restrict further, by the
-    `restriction` that these are known by there.
+    Costs that are restricted further know those that they came from as their `whole`, by their own `restriction`: a
+    `pool` of copies shares the work of the whole, and with it that of all that is restricted.
     """
 
     options: SolverOptions
@@ -140,7 +60,7 @@ class BlockCosts:
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     pool: WorkerPool | None = None
     n_prices: int = 0
-    _firsts: dict[str, _First] = field(default_factory=dict[str, _First])
+    _kinds: dict[str, KindOfBlock] = field(default_factory=dict[str, KindOfBlock])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
     _bounds: dict[tuple[str, Mesh], float] = field(default_factory=dict[tuple[str, Mesh], float])
     _one_device_seconds: dict[tuple[str, Cluster], float] = field(default_factory=dict[tuple[str, Cluster], float])
@@ -161,7 +81,7 @@ class BlockCosts:
                 whole=self,
                 restriction=restriction,
                 resharders=self.resharders,
-                _firsts=self._firsts,
+                _kinds=self._kinds,
                 _one_device_seconds=self._one_device_seconds,
             )
         return self._restricted[restriction]
@@ -189,7 +109,7 @@ class BlockCosts:
 
         None as well as soon as it is seen that its period is no less than `cutoff` seconds.
         """
-        self.price_all([(block, mesh, cutoff)])
+        self.price_all([PriceRequest(block, mesh, cutoff)])
         return self._prices.get((block.kind, mesh))
 
     def price_all(self, requests: Sequence[PriceRequest]) -> None:
@@ -197,7 +117,7 @@ class BlockCosts:
         missing = self.missing(requests)
         self.n_prices += len(missing)
         # Whoever does it, the first block of a kind is priced: others may have their operators in another order.
-        tasks = [(self._first(block).block, mesh, cutoff) for block, mesh, cutoff in missing]
+        tasks = [(self._kind(block).block, mesh, cutoff) for block, mesh, cutoff in missing]
         for (block, mesh, _), (cost, bound) in zip(missing, self._shared("cost", tasks), strict=True):
             self._bounds[block.kind, mesh] = bound
             if cost or math.isinf(bound):
@@ -206,12 +126,11 @@ class BlockCosts:
     def missing(self, requests: Sequence[PriceRequest]) -> list[PriceRequest]:
         """The requests whose price is not known yet, each once."""
         missing: dict[tuple[str, Mesh], PriceRequest] = {}
-        for block, mesh, cutoff in requests:
-            key = block.kind, mesh
+        for request in requests:
+            block, mesh, cutoff = request
             if not self.is_known(block, mesh) and self.lower_bound(block, mesh)[1] < cutoff:
-                missing[key] = max(
-                    missing.get(key, (block, mesh, cutoff)), (block, mesh, cutoff), key=lambda request: request[2]
-                )
+                known = missing.setdefault((block.kind, mesh), request)
+                missing[block.kind, mesh] = max(known, request, key=lambda each: each.cutoff)
         return list(missing.values())
 
     def lower_bound(self, block: Block, mesh: Mesh) -> tuple[float, float]:
@@ -237,38 +156,28 @@ class BlockCosts:
         if key not in self._one_device_seconds:
             mesh = Mesh(axes=("x",), sizes=(1,), cluster=cluster)
             self._one_device_seconds[key] = self._seconds_on_one_device(block, mesh)
-        return self._one_device_seconds[key] / n_devices, self._first(block).nbytes / n_devices
+        return self._one_device_seconds[key] / n_devices, self._kind(block).nbytes / n_devices
 
     def state_nbytes(self, block: Block, parts: int) -> int:
         """The least bytes of one device of a block's weights and their optimizer's state, cut over so many devices."""
-        return self._first(block).state_nbytes(parts)
+        return self._kind(block).state_nbytes(parts)
 
     def kept_nbytes(self, block: Block) -> int:
         """Bytes that the forward of a microbatch keeps for its backward, all devices together and no copies."""
-        return self._first(block).kept_nbytes
+        return self._kind(block).kept_nbytes
 
     def _seconds_on_one_device(self, block: Block, mesh: Mesh) -> float:
         """Seconds of a block's operators on one device; 0 if it cannot be there."""
         part = block.part
         if pinned_mesh(part.graph) is not None:
             return 0.0
-        spent = computing.compute_seconds(part.graph, self._first(block).grouping, mesh, whole_layout(part.graph))
+        spent = computing.compute_seconds(part.graph, self._kind(block).grouping, mesh, whole_layout(part.graph))
         return (spent.get("forward", 0.0) + spent.get("backward", 0.0)) / part.scan.length
 
-    def _first(self, block: Block) -> _First:
-        if block.kind not in self._firsts:
-            part, graph = block.part, block.part.graph
-            inputs = [value for value in graph.inputs if value not in part.boundary_values]
-            rows = microbatch_stacks(graph)
-            summed = [value for value in graph.nodes[part.loop].outputs if value not in part.boundary_values]
-            self._firsts[block.kind] = _First(
-                block=block,
-                grouping=group(graph),
-                nbytes=sum(graph.types[value].nbytes for value in (*inputs, *summed)),
-                state=tuple(graph.types[value] for value in inputs if value not in rows),
-                kept_nbytes=sum(part.body.types[value].nbytes for value in saved_values(part)),
-            )
-        return self._firsts[block.kind]
+    def _kind(self, block: Block) -> KindOfBlock:
+        if block.kind not in self._kinds:
+            self._kinds[block.kind] = KindOfBlock.of(block)
+        return self._kinds[block.kind]
 
     def cost(self, block: Block, mesh: Mesh, cutoff: float) -> tuple[StageCost | None, float]:
         """The price, None once it is seen that its period is `cutoff` or more; the least seconds of a step.
@@ -277,7 +186,7 @@ class BlockCosts:
         """
         refused = PlanningError if self.restrict else NoLegalPlanError
         try:
-            return self._cost(self._first(block), mesh, cutoff)
+            return self._cost(self._kind(block), mesh, cutoff)
         except refused:
             return None, math.inf
 
@@ -306,12 +215,12 @@ class BlockCosts:
         reshardings = resharding_plan(graph, plan.layout, resharder, regather=plan.regather)
         return _price(block, plan.layout, resharder, reshardings, plan.phases), plan.solution.bound
 
-    def _cost(self, first: _First, mesh: Mesh, cutoff: float) -> tuple[StageCost | None, float]:
-        block, part, graph = first.block, first.block.part, first.block.part.graph
+    def _cost(self, kind: KindOfBlock, mesh: Mesh, cutoff: float) -> tuple[StageCost | None, float]:
+        block, part, graph = kind.block, kind.block.part, kind.block.part.graph
         if pinned_mesh(graph) is not None:
             return self.planned_cost(block, mesh)
         resharder = self.resharders.setdefault(mesh, Resharder(mesh))
-        assembly = assemble(graph, mesh, first.grouping, resharder, block.all_pairs, regather=False)
+        assembly = assemble(graph, mesh, kind.grouping, resharder, block.all_pairs, regather=False)
         assembly = self.restrict(assembly) if self.restrict else assembly
         most, least = cutoff * part.scan.length, math.fsum(float(s.min()) for s in assembly.problem.seconds)
         if least >= most:  # without any resharding

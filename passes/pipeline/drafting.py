@@ -1,10 +1,15 @@
-"""The drafts of a step: its best partition by prices, and every pipeline by hand, in the numbers of microbatches
-near to the best."""
+"""The drafts of a step: pipelines that are worth planning, by the prices of their blocks.
+
+They are the best partition by prices, and even stages on equal submeshes, as they are made by hand, in the numbers of
+microbatches near to the best. A step is large where it is priced on a sample, or has so many operators that few drafts
+are planned; of such a step fewer numbers of microbatches are looked at, and slower drafts kept.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -25,22 +30,26 @@ from passes.progress import SearchContext
 from passes.step import Step
 
 RIVAL = 1.1
-"""A step without stages is planned where its price is above that of the stages by no more than this factor."""
+"""A step without stages is planned where its price is above that of the stages by no more than this factor: prices are
+not plans. This and the limits below were halved and doubled for one deep pipeline, whose plan and work stay the same;
+`python -m benchmarks.settings --only pipeline.drafting --network "gpt stages"` would move them."""
 
-CLOSE = 1.1
+NEAR_BEST = 1.1
 """Drafts are planned whose price is above the best by less than this factor, as long as plans are no better than it. A
-large step is drafted again for less memory where its best plan takes more than this factor of the fastest draft."""
+large step is drafted again for less memory where its best plan takes more than this factor of the fastest draft. What
+was measured is at `RIVAL`."""
 
 SLACK = 1.1
 """Drafts may fit that need more than there is by less than this factor: prices are not plans. For a deep pipeline that
 hardly fits, 1.05 and 1.2 find the same, in 1.00 and 1.14 of the work (`python -m benchmarks.settings`)."""
 
 MOST_NODES = 6_000
-"""Drafts are planned, after the first that fits, while they have no more operators than this in all."""
+"""Drafts are planned, after the first that fits, while they have no more operators than this in all: a bound on
+the time of planning (`python -m benchmarks.planning cases`). What was measured is at `RIVAL`."""
 
 MOST_UNFIT = 4
-"""The drafts that are planned where no other plan fits, those that need least; and those of a large step in one
-turn."""
+"""The drafts that are planned where no other plan fits, those that need least; and those of a large step in one turn.
+Each takes as long as a plan that fits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +87,7 @@ class Drafting:
             limits=limits,
             slack=slack,
             limit_seconds=cutoff,
-            reach=1.0 if self.is_large else CLOSE,
+            reach=1.0 if self.is_large else NEAR_BEST,
             least_gain=LEAST_GAIN if self.is_large else 0.0,
             has=self._has,
             megatron_table=self._megatron_table,
@@ -92,9 +101,8 @@ class Drafting:
         partition; then its stages in numbers of microbatches near to its own; what does not fit is tried with the
         weights of every submesh cut as Megatron does. Raises the interruption that ended the search for a partition.
         """
-        first = ANCHORS[-1 if self.is_large else 1]
         is_tight = self.is_large and search.is_tight(self.cluster.n_devices)
-        self._by_hand(search, first, *([max(self._near(first))] if is_tight else []))
+        self._by_hand(search, self._anchor, *([max(self._near(self._anchor))] if is_tight else []))
         if self.is_large:
             self._by_hand(search, self._best_count(search))
         partition = self._partition(search, context)
@@ -109,13 +117,12 @@ class Drafting:
 
     def _best_count(self, search: DraftSearch) -> int:
         """The microbatches of the fastest draft that fits, or the most that are sampled."""
-        fits = [draft for draft in search.drafts if draft.excess(search.limits) <= 1]
-        return min(fits, key=lambda draft: draft.seconds).microbatches if fits else max(self.samples)
+        return fastest.microbatches if (fastest := search.fastest) else max(self.samples)
 
     def of_least_memory(self) -> list[Draft]:
         """Drafts by hand that are not said to fit, those first that need least."""
         search = self.search(self.limits, math.inf, math.inf)
-        self._by_hand(search, ANCHORS[-1 if self.is_large else 1], max(self.samples))
+        self._by_hand(search, self._anchor, max(self.samples))
         unfit = [draft for draft in search.drafts if draft.excess(self.limits) > SLACK]
         return first_of_each(sorted(unfit, key=lambda draft: draft.peak_nbytes))[:MOST_UNFIT]
 
@@ -132,7 +139,7 @@ class Drafting:
 
     def _whole(self, count: int, cutoff: float) -> Candidate | None:
         """The step without stages by its price; None where a microbatch takes `cutoff` seconds or it does not fit."""
-        everything = self._everything()
+        everything = _everything(self.cluster)
         state_nbytes = self.table.bounds.of_layers(0, self.layers, everything, count).nbytes
         end = len(self.table.step.cuts(count).blocks)
         if state_nbytes + self.table.kept_nbytes(0, end, everything.n_devices, count) > self.limits.by_hand:
@@ -143,24 +150,19 @@ class Drafting:
     def _partition(self, search: DraftSearch, context: SearchContext) -> Partition | None:
         """The stages that take least by their prices and keep the limit, if any may be better than the drafts so far.
 
-        In the number of microbatches that is best for pipelines by hand and, unless the step is large, the first ones.
         Schedules that split the backward are for drafts: they ask for the same stages, and bounds for them are weak.
         """
-        fits = [draft for draft in search.drafts if draft.excess(search.limits) <= 1]
-        counts = {min(fits, key=lambda draft: draft.seconds).microbatches} if fits else set[int]()
-        if not fits or not self.is_large:
-            counts |= {n for n in anchors(self.step.counts) if n in self.samples}
         single = [name for name in self.schedules if not is_chunked(name)]
         device = self.cluster.group().device
         unsplit = [name for name in single if not splits_backward(name)]
         try:
             return inter_op.partition(
                 self.layers,
-                self._everything(),
+                _everything(self.cluster),
                 inter_op.submeshes(self.cluster, every=False),
                 self.table,
                 schedules=unsplit or single or ("1f1b",),
-                microbatches=tuple(sorted(counts)) or (1,),
+                microbatches=self._partition_counts(search),
                 memory_limit=search.limits.searched,
                 dispatch_seconds=device.dispatch_seconds,
                 overlap=device.send_overlap,
@@ -172,6 +174,20 @@ class Drafting:
             )
         except OverBudgetError:
             return None
+
+    def _partition_counts(self, search: DraftSearch) -> tuple[int, ...]:
+        """The numbers of microbatches in which stages are searched: the one that is best for pipelines by hand and,
+        unless the step is large, the first ones.
+        """
+        counts = {fastest.microbatches} if (fastest := search.fastest) else set[int]()
+        if not counts or not self.is_large:
+            counts |= {n for n in anchors(self.step.counts) if n in self.samples}
+        return tuple(sorted(counts)) or (1,)
+
+    @property
+    def _anchor(self) -> int:
+        """The number of microbatches near to which pipelines by hand are tried first."""
+        return ANCHORS[-1] if self.is_large else ANCHORS[1]
 
     def _by_hand(self, search: DraftSearch, *bases: int) -> None:
         """Adds even stages in numbers of microbatches near to those, and in those that there are."""
@@ -216,18 +232,20 @@ class Drafting:
         """Whether the step can be had in so many microbatches, and cut as it is in others."""
         if count in self.samples or count in self._refused_counts:
             return count in self.samples
-        if (sample := sampled(self.step, self.stages, count)) is not None:
-            known = self.table.step.cuts(next(iter(self.samples)))
-            self.samples[count] = sample
-            try:
-                alike = len(self.table.step.cuts(count).blocks) == len(known.blocks)
-            except PlanningError:
-                alike = False
-            if not alike:
-                del self.samples[count]
-        if count not in self.samples:
+        sample = sampled(self.step, self.stages, count)
+        if sample is None or not self._is_cut_alike(count, sample):
             self._refused_counts.add(count)
         return count in self.samples
+
+    def _is_cut_alike(self, count: int, sample: Sample) -> bool:
+        """Whether a sample in so many microbatches has as many blocks as others, which it is added to then."""
+        n_blocks = len(self.table.step.cuts(next(iter(self.samples))).blocks)
+        self.samples[count] = sample
+        with suppress(PlanningError):
+            if len(self.table.step.cuts(count).blocks) == n_blocks:
+                return True
+        del self.samples[count]
+        return False
 
     @property
     def is_large(self) -> bool:
@@ -235,9 +253,11 @@ class Drafting:
         sample = next(iter(self.samples.values()))
         return sample.left_out > 0 or 2 * size(sample.graph) > MOST_NODES
 
-    def _everything(self) -> Submesh:
-        group = self.cluster.group()
-        return Submesh(hosts=group.hosts, devices_per_host=group.devices_per_host)
+
+def _everything(cluster: Cluster) -> Submesh:
+    """All devices of a cluster as one submesh."""
+    group = cluster.group()
+    return Submesh(hosts=group.hosts, devices_per_host=group.devices_per_host)
 
 
 def size(graph: Graph) -> int:

@@ -55,6 +55,12 @@ class DraftSearch:
         """Seconds that a draft must stay below."""
         return min(self.reach * self.best, self.limit_seconds)
 
+    @property
+    def fastest(self) -> Draft | None:
+        """The fastest draft that fits by its price, None where none does."""
+        fitting = (draft for draft in self.drafts if draft.excess(self.limits) <= 1)
+        return min(fitting, key=lambda draft: draft.seconds, default=None)
+
     def take(self, draft: Draft) -> None:
         if draft.seconds < self.cutoff:
             self.drafts.append(draft)

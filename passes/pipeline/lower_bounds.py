@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from passes.cluster import Cluster, Mesh
 from passes.inter_op import LowerBound, Submesh
-from passes.pipeline.block_costs import Block, BlockCosts
+from passes.pipeline.block_costs import BlockCosts
+from passes.pipeline.blocks import Block
 from passes.pipeline.step_blocks import Counted, Kinds, StepBlocks
 
 SLACK = 1 + 1e-9

@@ -17,7 +17,7 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError
 from passes.intra_op import pins
 from passes.pipeline.block_costs import BlockCosts
-from passes.pipeline.drafting import CLOSE, MOST_NODES, MOST_UNFIT, SLACK, Drafting, size
+from passes.pipeline.drafting import MOST_NODES, MOST_UNFIT, NEAR_BEST, SLACK, Drafting, size
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.shapes import Draft, Limits, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
@@ -136,7 +136,7 @@ class StagedSearch:
             self.met += [_met(draft) for draft in sorted(search.drafts, key=lambda draft: draft.seconds)[:_SHOWN]]
             better, over = self._best(self.drafting.worth(search), search.limit_seconds)
             best = better or best
-            is_near = is_large and best is not None and best.step_seconds < CLOSE * search.best
+            is_near = is_large and best is not None and best.step_seconds < NEAR_BEST * search.best
             if over is None or is_near or (best is not None and self.context.is_interrupted):
                 break
             limits = limits.times(LESS * min(1.0, 1 / over))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from passes.inter_op import Candidate, StageCost
-from passes.pipeline.block_costs import Block
+from passes.pipeline.blocks import Block
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Counted
 

@@ -190,7 +190,7 @@ class StageCostTable:
         unpriced = sorted(
             (bound for bound in floors if not self.block_costs.is_known(bound[1], mesh)), key=lambda bound: -bound[0]
         )
-        return [(block, mesh, (cutoff * SLACK - spent + period) / n) for period, block, n in unpriced]
+        return [PriceRequest(block, mesh, (cutoff * SLACK - spent + period) / n) for period, block, n in unpriced]
 
     def price_all(self, requests: Sequence[PriceRequest]) -> None:
         missing = self.block_costs.missing(requests)

@@ -14,7 +14,7 @@ from passes.errors import InternalError
 from passes.ir import Graph, StatePairs
 from passes.layers import Cuts, in_blocks
 from passes.pipeline.assemble import body_of, sent_nbytes
-from passes.pipeline.block_costs import Block, alike
+from passes.pipeline.blocks import Block, alike
 from passes.transforms import stages
 
 Counted = tuple[Block, int]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, cast
 
+from passes.cluster import Cluster
 from passes.errors import PlanningError, close, explain
 from passes.inter_op import SCHEDULES, is_chunked
 from passes.solver import SolverOptions
@@ -90,6 +91,31 @@ def checked_schedule(planner: str, name: Any, interleave: int) -> str:
         remedy = "leave out interleave=, or schedule="
         raise PlanningError(explain(f"{planner}(schedule={name!r}, interleave={interleave})", rule, "", remedy))
     return schedule
+
+
+def check_devices(cluster: Cluster, **sizes: int) -> None:
+    """Raises PlanningError unless the sizes of a `Megatron` multiply to the cluster's devices."""
+    total = math.prod(sizes.values())
+    if total != cluster.n_devices:
+        call = f"Megatron({', '.join(f'{name}={size!r}' for name, size in sizes.items())})"
+        rule = f"this makes {total} devices, and cluster {cluster.name!r} has {cluster.n_devices}"
+        raise PlanningError(explain(call, rule, "", "choose sizes whose product is the number of devices"))
+
+
+def check_zero_stage(stage: object) -> None:
+    """Raises PlanningError unless it is a stage of ZeRO."""
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise PlanningError(
+            f"Zero(stage={stage!r}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none"
+        )
+
+
+def check_optimizer_stage(stage: object) -> None:
+    """Raises PlanningError unless ZeRO's stage is one that stands beside tensors and pipelines: none, or 1."""
+    if type(stage) is not int or stage not in (0, 1):
+        rule = "beside tensors and stages optimizer state alone is cut over the data devices: zero=0 or 1"
+        remedy = "use zero=1, or planner=Zero(3) over all devices"
+        raise PlanningError(explain(f"Megatron(zero={stage!r})", rule, "", remedy))
 
 
 def check_solver(planner: str, solver: object) -> None:

@@ -23,9 +23,12 @@ from passes.plan import STAGE, AnyPlan, Plan, load_plan
 from passes.planners.checks import (
     check_count,
     check_counts,
+    check_devices,
     check_layers,
+    check_optimizer_stage,
     check_optional_counts,
     check_solver,
+    check_zero_stage,
     checked_schedule,
     checked_submeshes,
     listed,
@@ -73,12 +76,12 @@ class Zero:
 
     def __post_init__(self) -> None:
         set_integers(self, "stage")
-        restrictions.zero(self.stage)
+        check_zero_stage(self.stage)
         check_solver("Zero", self.solver)
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
-        restrict = restrictions.zero(self.stage, step.batch)
+        restrict = partial(restrictions.zero, stage=self.stage, batch=step.batch)
         state = restrictions.sharded_by_zero(self.stage, step.graph, step.state_pairs, step.batch)
         sizes = zero_sizes([step.graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
@@ -149,7 +152,7 @@ class Megatron:
     def __post_init__(self) -> None:
         check_counts(self, "data", "tensor", "pipeline", "interleave")
         set_integers(self, "zero")
-        restrictions.check_optimizer_stage(self.zero)
+        check_optimizer_stage(self.zero)
         checked_schedule("Megatron", self.schedule, self.interleave)
         if self.interleave > 1 and self.pipeline == 1:
             rule = "interleaves the stages of a pipeline, and there is none"
@@ -175,8 +178,8 @@ class Megatron:
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         is_staged = self.pipeline > 1
-        sizes = {"data": self.data, "tensor": self.tensor}
-        restrictions.check_sizes(sizes | ({"pipeline": self.pipeline} if is_staged else {}), cluster)
+        pipeline = {"pipeline": self.pipeline} if is_staged else {}
+        check_devices(cluster, data=self.data, tensor=self.tensor, **pipeline)
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
         step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages if is_staged else 0))
         if not is_staged:

@@ -75,8 +75,10 @@ _BETTER = 1e-2
 _FEWER = 0.1
 """The share of entries to which that must lead: else it finds what was found before."""
 
-_OPEN = 400
-"""Nodes with a choice left, beyond which a problem is not eliminated: its order alone takes seconds."""
+_MOST_UNDECIDED = 400
+"""Nodes with a choice left, beyond which a problem is not eliminated: its order alone takes seconds. It bounds time.
+Half and double of it leave the steps of four small networks as they are (`python -m benchmarks.settings --only
+solver.search`); `python -m benchmarks.solver` has large ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +262,10 @@ class Search:
         if any(not np.isfinite(node_seconds).any() for node_seconds in problem.seconds):  # no answer is below `upper`
             self.bound = max(self.bound, upper)
             return 0.0
-        if sum(np.isfinite(node_seconds).sum() > 1 for node_seconds in problem.seconds) > _OPEN or self.clock.is_late:
+        if (
+            sum(np.isfinite(node_seconds).sum() > 1 for node_seconds in problem.seconds) > _MOST_UNDECIDED
+            or self.clock.is_late
+        ):
             return math.inf
         factors = Factors(problem, self.lower)
         entries = factors.order.entries()

@@ -23,7 +23,8 @@ from passes.layers import in_blocks
 from passes.pipeline import Sample, body_of
 from passes.pipeline import block_costs as pricing
 from passes.pipeline.assemble import layout_cost, restated
-from passes.pipeline.block_costs import ROUGH, Block, BlockCosts
+from passes.pipeline.block_costs import ROUGH, BlockCosts, PriceRequest
+from passes.pipeline.blocks import Block
 from passes.pipeline.prefetch import price_layers
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import StepBlocks
@@ -235,7 +236,7 @@ def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
             assert there.solved == 0
             task = pickle.loads(pickle.dumps((block, mesh, math.inf)))
             assert pickle.loads(pickle.dumps(there.cost(*task))) == here.cost(block, mesh, math.inf)
-            here.price_all([(block, mesh, math.inf)])
+            here.price_all([PriceRequest(block, mesh, math.inf)])
     block, meshes = many_blocks[2], layouts(MESH.cluster, 4, 2)
     task = ("stage", Step(graph=block.part.graph, state_pairs=block.state_pairs, donated=()), meshes, SolverOptions())
     plan, same = here.plan(*task), pickle.loads(pickle.dumps(here)).plan(*pickle.loads(pickle.dumps(task)))

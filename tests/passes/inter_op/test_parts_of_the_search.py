@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from passes.inter_op import Submesh, partition, partitions
-from passes.inter_op.choices import place
+from passes.inter_op.choices import LowerBound, place
+from passes.inter_op.costs import entries
 from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
+from passes.inter_op.infeasible import infeasible_error
+from passes.inter_op.requests import Requests
 from passes.inter_op.search import branch_and_bound
 from tests.passes.inter_op.test_inter_op import CASES, Random, brute_force, host, shaped
+from tests.passes.inter_op.test_partitions import Alike
 
 LAYERS, DEVICES = 4, 4
 
@@ -51,6 +55,32 @@ def test_levels_are_the_least_of_all_partitions(seed: int, combine: np.ufunc) ->
             stages = trace(*program, tables[:n_stages])
             assert list(stages) in every
             assert combine.reduce([values[stage] for stage in stages]) == pytest.approx(best)
+
+
+def test_entries_are_requested_from_the_lowest_bound_on() -> None:
+    """Stages on both devices are bounded by a second; those on one of them, which take longer, by two."""
+    places, asked_for = place(host(2), shaped(host(2), (1, 2)), idle=True), list[Any]()
+    requests = Requests(
+        places=places,
+        table=Alike(seconds=2.0),
+        entries=tuple(entries(1, places, [1])),
+        n_layers=1,
+        memory_limit=math.inf,
+        chained=True,
+        lower_bound=lambda first, last, submesh, m: LowerBound(2.0 / submesh.n_devices, 2.0 / submesh.n_devices, 0),
+        prefetch=lambda runs, seconds: asked_for.append([submesh.n_devices for _, _, submesh, _ in runs]),
+        known={1: {}},
+    )
+    assert requests.ask(math.inf)
+    assert not requests.ask(1.5)
+    assert requests.ask(3.0)
+    assert not requests.ask(3.0)
+    assert asked_for == [[2], [1]]
+
+
+def test_a_table_without_stages_is_named() -> None:
+    places = place(host(2), shaped(host(2), (1, 2)), idle=True)
+    assert "no stages that cover the layers and the devices" in str(infeasible_error([], places, 1.0))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -10,13 +10,16 @@ import pytest
 from passes.cluster import Mesh, parse_cluster
 from passes.errors import PlanningError
 from passes.intra_op import assemble
-from passes.intra_op.assembly import full_placements, full_target, stacked
+from passes.intra_op.assembly import Subproblem, full_placements, full_target, stacked
 from passes.intra_op.axis_choices import axis_choices
+from passes.intra_op.batch_reach import a_loop_runs_over, batch_classes
 from passes.intra_op.build_problem import remade
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
 from passes.intra_op.memory_budgets import budget, live, resident
 from passes.intra_op.memory_limit import is_infeasible
+from passes.intra_op.mesh_memory import MeshMemory
+from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.offloading import (
     away,
     buffers,
@@ -28,14 +31,17 @@ from passes.intra_op.offloading import (
     with_host,
 )
 from passes.intra_op.peak_node import peak_node
-from passes.intra_op.restrictions import check_sizes, data_parallel, zero
+from passes.intra_op.restrictions import data_parallel, zero
 from passes.intra_op.roles import roles
+from passes.intra_op.strategies import Strategy
+from passes.intra_op.strategy_filter import StrategyFilter, restricted
 from passes.intra_op.strategy_space import subsets
 from passes.ir import Graph, Node, TensorType
 from passes.ir.control import PortUse
 from passes.memory import peak
 from passes.placement import Layout, Placement, group, resharding_plan
-from passes.sharding import Resharder, parse_spec, replicated
+from passes.planners.checks import check_devices
+from passes.sharding import Resharder, ShardingSpec, parse_spec, replicated
 from passes.solver import SolverOptions, solve
 
 CLUSTER = parse_cluster("8:a100-80g")
@@ -109,7 +115,7 @@ def test_flops_of_products_are_divided_by_the_parts() -> None:
     flops = 2 * (2 * 8 * 16 * 32)
     assert product_flops(GROUPING, whole().placements, MESH) == flops
     assembly = assembled()
-    answer = solve(zero(1)(assembly).problem, SolverOptions())
+    answer = solve(zero(assembly, 1).problem, SolverOptions())
     assert product_flops(GROUPING, assembly.layout(answer.choice).placements, MESH) == flops / MESH.size
 
 
@@ -125,7 +131,7 @@ def test_a_budget_rules_out_the_answer_that_it_was_made_for() -> None:
 
 def test_what_is_live_at_a_node_is_its_inputs_and_what_is_still_read() -> None:
     assembly = assembled()
-    plain = zero(1)(assembly).problem
+    plain = zero(assembly, 1).problem
     choice = solve(plain, SolverOptions()).choice
     layout = assembly.layout(choice)
     inputs = sum(s.local_nbytes(GRAPH.types[v], MESH) for v, s in zip(GRAPH.inputs, layout.inputs, strict=True))
@@ -189,7 +195,7 @@ def test_a_problem_with_the_host_has_every_placement_of_state_twice_at_the_price
 
 
 def test_a_plan_by_hand_may_offload_what_it_places() -> None:
-    by_hand, offloading = zero(1)(assembled()), with_host(assembled(), (1,))
+    by_hand, offloading = zero(assembled(), 1), with_host(assembled(), (1,))
     problem = restricted_to(offloading, by_hand).problem
     choice = solve(by_hand.problem, SolverOptions()).choice
     away = offloading.offloading(choice, offloading.idle)
@@ -207,6 +213,18 @@ def test_most_is_live_where_the_gradient_is_made_beside_what_it_is_made_of() -> 
     assert at in (2, 3, 4)  # the product is read for the last time at 2; the update's values leave at 3 and 4
 
 
+def test_of_a_mesh_s_memory_offloading_leaves_buffers_and_only_as_much_is_offloaded_as_the_limit_takes() -> None:
+    problems = MeshProblems(graph=GRAPH, state_pairs=STATE, donated=(), offload=True)
+    solved = Solved.unsolved(problems.assembled(MESH, False), False)
+    needed = problems.peak(solved, solved.answer.choice).nbytes
+    assert problems.lowest_nbytes == needed
+    roomy, tight = (MeshMemory(problems=problems, solved=solved, limit=limit) for limit in (needed, needed / 2))
+    assert roomy.room(solved.answer.choice) < roomy.limit
+    assembly = solved.assembly
+    assert not assembly.offloaded(roomy.settled(solved.answer).choice)
+    assert assembly.offloaded(tight.settled(solved.answer).choice) == (1,)
+
+
 def test_roles_of_a_step() -> None:
     step_roles = roles(assembled())
     assert dict(step_roles.batch) == {X: 0}
@@ -219,6 +237,38 @@ def test_roles_of_a_step() -> None:
         roles(assemble(alone, MESH, group(alone), RESHARDER, ((0, 0),)))
 
 
+def test_the_batch_reaches_the_product_and_what_is_summed_over_it() -> None:
+    root = assembled().root
+    on_batch, aligned = batch_classes(root, {X: 0}, {W}, set())
+    product = GROUPING.operator_group_of(GRAPH.nodes[0])
+    assert product is not None
+    assert root.first + product in on_batch
+    assert on_batch.keys().isdisjoint(aligned)
+    assert not a_loop_runs_over(root, {X: 0})
+
+
+class NothingWhole(StrategyFilter):
+    """Inputs cut over the first axis."""
+
+    def keeps_input(self, value: int, spec: ShardingSpec) -> bool:
+        return any(MESH.axes[0] in axes for axes in spec.dims)
+
+
+class Nothing(StrategyFilter):
+    """No strategy at all."""
+
+    def keeps(self, subproblem: Subproblem, group: int, strategy: Strategy) -> bool:
+        return False
+
+
+def test_a_node_that_would_lose_all_strategies_keeps_them() -> None:
+    assembly = assembled()
+    cut = assembly.layout(solve(restricted(assembly, NothingWhole()).problem, SolverOptions()).choice)
+    assert all(any(MESH.axes[0] in axes for axes in spec.dims) for spec in cut.inputs)
+    same = restricted(assembly, Nothing()).problem.seconds
+    assert all(np.array_equal(a, b) for a, b in zip(same, assembly.problem.seconds, strict=True))
+
+
 def test_data_parallelism_cuts_the_batch_and_nothing_of_the_state() -> None:
     mesh = Mesh(axes=("x",), sizes=(8,), cluster=CLUSTER)
     assembly = assemble(GRAPH, mesh, GROUPING, Resharder(mesh), STATE)
@@ -227,13 +277,9 @@ def test_data_parallelism_cuts_the_batch_and_nothing_of_the_state() -> None:
 
 
 def test_what_cannot_be_restricted_so_says_why() -> None:
-    check_sizes({"data": 4, "tensor": 2}, CLUSTER)
+    check_devices(CLUSTER, data=4, tensor=2)
     with pytest.raises(PlanningError, match="this makes 6 devices, and cluster '8:a100-80g' has 8"):
-        check_sizes({"data": 3, "tensor": 2}, CLUSTER)
-    with pytest.raises(PlanningError, match="sizes are whole numbers from 1"):
-        check_sizes({"data": 0, "tensor": 8}, CLUSTER)
-    with pytest.raises(PlanningError, match="stages 1, 2 and 3"):
-        zero(4)
+        check_devices(CLUSTER, data=3, tensor=2)
 
 
 def test_placements_without_partial_axes_begin_with_none_cut() -> None:

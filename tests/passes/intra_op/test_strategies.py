@@ -4,9 +4,12 @@ import pytest
 
 from passes.cluster import Mesh, parse_cluster
 from passes.intra_op import assemble
+from passes.intra_op.axis_choices import axis_choices
+from passes.intra_op.group_walks import GroupWalks, Signature, SizelessRule
 from passes.intra_op.strategies import Operator, Tabulator
 from passes.ir import Graph, Node, TensorType
 from passes.placement import group
+from passes.rules import rule_of
 from passes.sharding import Resharder
 from passes.solver.dominance import without_dominated
 
@@ -63,6 +66,26 @@ def test_a_single_operator_has_every_assignment_once():
     rule, (table, _) = group(graph).rules[0], tables(graph, Resharder(mesh))
     of_no_sums = {a for a in rule.assignments(mesh) if all(rule.factors[factor].size for _, factor in a)}
     assert {strategy.assignments[0] for strategy in table.strategies} == of_no_sums
+
+
+def test_a_walk_cuts_every_member_that_has_the_class():
+    """A sum of two arrays, whose rows are class 0 and whose columns are class 1."""
+    node = Node(primitive="add", inputs=(0, 1), outputs=(2,))
+    types = (TensorType(shape=(4, 4), dtype="float32"),) * 3
+    rule = rule_of(node, Graph(types=types, nodes=(node,), inputs=(0, 1), outputs=(2,)))
+    signature = Signature(
+        axes=("x",),
+        options=(0, 1),
+        forms=(SizelessRule(rule=rule, grows=()),),
+        operands=((("out", 0), ("out", 1)),),
+        makes=((0,),),
+        visible=(0,),
+        absorbed=(),
+        classes=((0, 1),),
+    )
+    choices = axis_choices(signature.options, signature.axes)
+    results = [str(walk.home[0]) for choice in choices for walk in GroupWalks(signature).under(choice)]
+    assert results == ["[-, -]", "[x, -]", "[-, x]"]
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

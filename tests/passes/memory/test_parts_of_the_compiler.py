@@ -6,6 +6,8 @@ import pytest
 
 from passes.ir import Node, TensorType
 from passes.memory.collectives import stepped
+from passes.memory.device_lowering import Context, lower
+from passes.memory.hoisting import hoisted
 from passes.memory.operations import Operations
 from passes.memory.products import contraction
 from passes.memory.xla_cpu import temporaries
@@ -36,6 +38,29 @@ def test_a_step_leaves_its_local_shape_and_sends_the_cut_dimension_first(step: S
     along = {"all_gather": step.dim, "reduce_scatter": step.to_dim}.get(step.kind)
     if along is not None:
         assert sent[0].shape == (after[along], after[1 - along])
+
+
+def test_what_is_the_same_in_every_iteration_is_read_from_outside() -> None:
+    """A weight is scaled alike in all iterations, and multiplies what changes; a view of it stays in place."""
+    operations = Operations()
+    weight, x = (operations.add("input", (), (4, 4), "float32", i) for i in range(2))
+    scaled = operations.add("elementwise", (weight,), (4, 4), "float32", "neg")
+    view = operations.add("transpose", (scaled,), (4, 4), "float32", "transpose")
+    product = operations.add("elementwise", (view, x), (4, 4), "float32", "mul")
+    inside, outside = hoisted(operations, {weight}, [product])
+    assert outside == [scaled]
+    assert (inside[scaled].kind, inside[scaled].operands) == ("input", ())
+    assert inside[view] == operations[view]
+
+
+def test_a_program_of_one_device_has_its_inputs_and_outputs_on_local_shapes() -> None:
+    layout = whole()
+    context = Context(rules=GROUPING.rules, controls={}, mesh=MESH, inside=lambda *_: {})
+    program = lower(GRAPH, context, layout, resharding_plan(GRAPH, layout, RESHARDER))
+    given = [program.operations[o].shape for o in program.inputs]
+    assert given == [GRAPH.types[v].shape for v in GRAPH.inputs]
+    assert [program.operations[o].shape for o in program.outputs] == [GRAPH.types[v].shape for v in GRAPH.outputs]
+    assert not program.hoisted
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""The dimensions and operators that the batch reaches, from the step's inputs through operators, loops and branches.
+
+Elements along a dimension of an operand go on along a dimension of a result where the operator's sharding rule has one
+factor for both. Factors of an operator group that are identified are one class; the places that the batch reaches are
+dimensions of values, classes, and what ports of loops and branches hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from passes.intra_op.assembly import Subproblem
+from passes.ir import Graph, PortUse
+from passes.layers import split_for_loop
+
+
+class _Dim(NamedTuple):
+    """A dimension of a value of a subproblem."""
+
+    subproblem: int
+    value: int
+    dim: int
+
+
+class _Class(NamedTuple):
+    """A class of factors of an operator group, by its node in the problem."""
+
+    node: int
+    cls: int
+
+
+class _Port(NamedTuple):
+    """A dimension of what a port of a loop or branch holds, by the subproblem and the node in it."""
+
+    subproblem: int
+    node: int
+    port: int
+    dim: int
+
+
+_Place = _Dim | _Class | _Port
+
+Classes = Mapping[int, frozenset[int]]
+"""Classes of factors, by the node of their operator group."""
+
+
+def batch_classes(
+    root: Subproblem, batch: Mapping[int, int], parameters: Collection[int], stored: Collection[int]
+) -> tuple[Classes, Classes]:
+    """The classes of every operator group that the batch dimension reaches through the operators' factors, and, of
+    operator groups that it does not reach, those from which it is reached and those of its parts inside loops over it.
+
+    What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well, and
+    so are rows for which a loop draws, and those that are drawn from what is `stored` in the state, as from a memory of
+    transitions.
+    """
+    ways = _Ways.through(root)
+    weighty = ways.reached(_Dim(root.number, v, d) for v in parameters for d in range(root.graph.types[v].rank))
+    ways.add(itertools.chain.from_iterable(map(_moved, root.all())))
+    reached = ways.reached(_Dim(root.number, value, dim) for value, dim in batch.items())
+    # Of a batch in microbatches, rows are drawn for all of them before the loop.
+    rows = {
+        math.prod(root.graph.types[value].shape[first : dim + 1]) for value, dim in batch.items() for first in {0, dim}
+    }
+    of_rows = itertools.chain.from_iterable(_drawn(each, rows) for each in root.all())
+    for place in (*of_rows, *_drawn_from(root, stored, ways)):
+        drawn = ways.reached([place])
+        if weighty.isdisjoint(drawn):  # noise on weights is none
+            reached |= drawn
+    on_batch = _classes_of(reached)
+    parts = ways.reached(place for each in root.all() for place in _inside_parts(each, reached))
+    aligned = _classes_of(ways.back().reached(reached) | parts)
+    return on_batch, {node: classes for node, classes in aligned.items() if node not in on_batch}
+
+
+def a_loop_runs_over(root: Subproblem, batch: Mapping[int, int]) -> bool:
+    """Whether a loop takes what these inputs have along these dimensions one after the other."""
+    reached = _Ways.through(root).reached(_Dim(root.number, value, dim) for value, dim in batch.items())
+    return any(True for each in root.all() for _ in _inside_parts(each, reached))
+
+
+def _inside_parts(subproblem: Subproblem, reached: Collection[_Place]) -> Iterator[_Place]:
+    """The first dimension of each part in which a loop runs over the batch: nothing else of it is left to be cut."""
+    number, graph = subproblem.number, subproblem.graph
+    for index, control_join in subproblem.control_joins.items():
+        for value, use in zip(graph.nodes[index].inputs, control_join.control.operands, strict=True):
+            if use.stacked and graph.types[value].rank > 1 and _Dim(number, value, 0) in reached:
+                yield _Port(number, index, use.port, 0)
+
+
+def _drawn(subproblem: Subproblem, rows: Collection[int] | None = None) -> Iterator[_Dim]:
+    """The rows of the values that are drawn at random, of so many rows; by default of any number."""
+    graph = subproblem.graph
+    for node, rule in zip(graph.nodes, subproblem.grouping.rules, strict=True):
+        if rule.draws:
+            drawn = (v for v in node.outputs if graph.types[v].rank)
+            ours = (value for value in drawn if rows is None or graph.types[value].shape[0] in rows)
+            yield from (_Dim(subproblem.number, value, 0) for value in ours)
+
+
+def _drawn_from(root: Subproblem, stored: Collection[int], ways: _Ways) -> Iterator[_Place]:
+    """The rows of what lookups take from `stored` inputs, or from what they have become, by indices that are drawn."""
+    drawn = ways.reached(itertools.chain.from_iterable(map(_drawn, root.all())))
+    places = {_Dim(root.number, value, 0) for value in stored if root.graph.types[value].rank}
+    tables = {place[:2] for place in ways.reached(places) if isinstance(place, _Dim)}
+    for each in root.all() if drawn and tables else ():
+        for node, rule in zip(each.graph.nodes, each.grouping.rules, strict=True):
+            if rule.sparse and (each.number, node.inputs[0]) in tables:
+                rows = (_Dim(each.number, value, 0) for value in node.outputs if each.graph.types[value].rank)
+                yield from (place for place in rows if place in drawn)
+
+
+def _classes_of(places: Iterable[_Place]) -> Classes:
+    """The classes among places, by operator group node."""
+    classes_of: dict[int, set[int]] = defaultdict(set)
+    for place in places:
+        if isinstance(place, _Class):
+            classes_of[place.node].add(place.cls)
+    return {node: frozenset(classes) for node, classes in classes_of.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """The places that elements go on to from each place."""
+
+    onward: dict[_Place, list[_Place]] = field(default_factory=lambda: defaultdict[_Place, list[_Place]](list))
+
+    @classmethod
+    def through(cls, root: Subproblem) -> _Ways:
+        """The ways from operands to results, where elements stay in their order."""
+        ways = cls()
+        ways.add(itertools.chain.from_iterable(map(_carried, root.all())))
+        return ways
+
+    def add(self, pairs: Iterable[tuple[_Place, _Place]]) -> None:
+        for before, after in pairs:
+            self.onward[before].append(after)
+
+    def back(self) -> _Ways:
+        """The same ways, from results to operands."""
+        ways = _Ways()
+        ways.add((after, before) for before, several in self.onward.items() for after in several)
+        return ways
+
+    def reached(self, starts: Iterable[_Place]) -> set[_Place]:
+        """The places that can be reached, the starts included."""
+        reached = set(starts)
+        pending = list(reached)
+        while pending:
+            more = [place for place in self.onward.get(pending.pop(), ()) if place not in reached]
+            reached.update(more)
+            pending += more
+        return reached
+
+
+def _carried(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
+    """The pairs of dimensions that the nodes of a subproblem carry over: from operands to results."""
+    graph, grouping, number = subproblem.graph, subproblem.grouping, subproblem.number
+    for index, node in enumerate(graph.nodes):
+        rule, group_number = grouping.rules[index], grouping.operator_group_of(node)
+        if index in subproblem.control_joins:
+            yield from _through_ports(subproblem, index)
+        elif rule.alias:
+            for a, b in zip(node.inputs, node.outputs, strict=True):
+                yield from ((_Dim(number, a, d), _Dim(number, b, d)) for d in range(graph.types[a].rank))
+        elif group_number is not None:
+            operator_group = grouping.operator_groups[group_number]
+            at = subproblem.first + group_number
+            for before, after in split_for_loop(graph, node, rule):
+                yield _Dim(number, node.inputs[0], before), _Dim(number, node.outputs[0], after)
+            classes = [_Class(at, operator_group.find(cls)) for cls in operator_group.factor_classes[index]]
+            for value, factors in zip(node.inputs, rule.operands, strict=True):
+                yield from ((_Dim(number, value, d), classes[f]) for d, f in enumerate(factors) if f >= 0)
+            for value, factors in zip(node.outputs, rule.results, strict=True):
+                yield from ((classes[f], _Dim(number, value, d)) for d, f in enumerate(factors) if f >= 0)
+
+
+def _moved(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
+    """The pairs of dimensions along which operands' elements go on in another order or number."""
+    grouping, number = subproblem.grouping, subproblem.number
+    for index, (node, rule) in enumerate(zip(subproblem.graph.nodes, grouping.rules, strict=True)):
+        group_number = grouping.operator_group_of(node)
+        if not rule.moves or group_number is None:
+            continue
+        operator_group = grouping.operator_groups[group_number]
+        at = subproblem.first + group_number
+        for (operand, before, after), (value, factors) in itertools.product(
+            rule.moves, list(zip(node.outputs, rule.results, strict=True))
+        ):
+            cls = operator_group.factor_classes[index][factors[after]] if factors[after] >= 0 else -1
+            to = _Class(at, operator_group.find(cls)) if cls >= 0 else _Dim(number, value, after)
+            yield _Dim(number, node.inputs[operand], before), to
+
+
+def _through_ports(subproblem: Subproblem, index: int) -> Iterator[tuple[_Place, _Place]]:
+    """The pairs of dimensions that a control node carries over: operands, ports, inputs of bodies and results."""
+    control_join, node, here = subproblem.control_joins[index], subproblem.graph.nodes[index], subproblem.number
+
+    def hung(number: int, graph: Graph, value: int, port_use: PortUse) -> Iterator[tuple[_Place, _Place]]:
+        """The dimensions of a value with those of the port that it hangs on."""
+        for dim in range(int(port_use.stacked), graph.types[value].rank):
+            yield _Dim(number, value, dim), _Port(here, index, port_use.port, dim - port_use.stacked)
+
+    for value, port_use in zip(node.inputs, control_join.control.operands, strict=True):
+        yield from hung(here, subproblem.graph, value, port_use)
+    for body, inner in zip(control_join.control.bodies, control_join.bodies, strict=True):
+        for value, port in zip(body.graph.outputs, body.outputs, strict=True):
+            yield from hung(inner.number, body.graph, value, PortUse(port=port))
+        for value, port in zip(body.graph.inputs, body.inputs, strict=True):
+            yield from ((to, at) for at, to in hung(inner.number, body.graph, value, PortUse(port=port)))
+    for value, port_use in zip(node.outputs, control_join.control.results, strict=True):
+        yield from ((to, at) for at, to in hung(here, subproblem.graph, value, port_use))

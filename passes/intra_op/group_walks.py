@@ -1,0 +1,307 @@
+"""The placements of an operator group's members under each choice of axes, found by walking through the members in
+order.
+
+What an axis does is chosen for the group as a whole: a member is cut where it has a factor of the chosen class. What is
+left partial is passed on by linear members as long as that is no more than what came in, and reduced before others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from passes.intra_op.axis_choices import PARTIAL, AxisChoice
+from passes.rules import Assignment, ShardingRule, in_order
+from passes.sharding import ShardingSpec, placed
+
+Where = tuple[Literal["in", "out"], int]
+"""The k-th value that an operator group holds, or the k-th that it reads from elsewhere."""
+
+
+Role = Literal["input", "first", "again"]
+"""Whether an operand is read from elsewhere, is an absorbed value met for the first time, or lives somewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizelessRule:
+    """A member's rule without sizes, 1 standing for any dimension.
+
+    `grows[o]` says whether the result is larger than operand o; it is empty where nothing may come in partial.
+    """
+
+    rule: ShardingRule
+    grows: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """The part of an operator group that its strategy space depends on; positions are those of a `GroupSignature`.
+
+    `options` are the classes that an axis may cut. Of each member there are its form, the place of each of its
+    operands (None: it needs none), the values that it makes, and the class of each of its factors. Neighbours see
+    `visible` values, and `absorbed` ones are inputs that the group places; `summed` is the operand that may come in
+    as a sum.
+    """
+
+    axes: tuple[str, ...]
+    options: tuple[int, ...]
+    forms: tuple[SizelessRule, ...]
+    operands: tuple[tuple[Where | None, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    visible: tuple[int, ...]
+    absorbed: tuple[int, ...]
+    classes: tuple[tuple[int, ...], ...]
+    summed: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupWalk:
+    """One walk through an operator group: the placements of values, inputs and operands, and the reshardings inside.
+
+    `moved` is (member, operand) -> (value of the group, where it should be); it lives at `home`. `reduced` are partial
+    values that some member wants whole: they are reduced once, and every member and neighbour reads what came of that.
+    """
+
+    axis_choice: AxisChoice
+    reduced: dict[int, ShardingSpec]
+    assignments: list[Assignment] = field(default_factory=list[Assignment])
+    cuts: list[int] = field(default_factory=list[int])
+    home: dict[int, ShardingSpec] = field(default_factory=dict[int, ShardingSpec])
+    inputs: list[ShardingSpec] = field(default_factory=list[ShardingSpec])
+    reads: list[ShardingSpec] = field(default_factory=list[ShardingSpec])
+    moved: dict[tuple[int, int], tuple[int, ShardingSpec]] = field(
+        default_factory=dict[tuple[int, int], tuple[int, ShardingSpec]]
+    )
+
+    def at(self, value: int) -> ShardingSpec:
+        """The placement in which a value of the operator group is available without a further reduction."""
+        spec = self.home[value]
+        return self.reduced.get(value, spec) if spec.partial else spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CutRule:
+    """A rule under one assignment: the placements of operands and results, and the axes that divide its work."""
+
+    operands: tuple[ShardingSpec, ...]
+    results: tuple[ShardingSpec, ...]
+    mask: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """A member as every walk of a signature meets it, since all walks place values in one order.
+
+    `factors` are its factors by class, `operands` (operand, role, value). `may_be_partial` are the operands (operand,
+    value) that may come in partial; `fresh` is the linear factor that takes values from elsewhere partial.
+    """
+
+    form: SizelessRule
+    factors: dict[int, int]
+    operands: tuple[tuple[int, Role, int], ...]
+    makes: tuple[int, ...]
+    may_be_partial: tuple[tuple[int, int], ...]
+    fresh: int | None
+
+
+def _members(signature: Signature) -> list[_Member]:
+    """The members of a signature, in order."""
+    members: list[_Member] = []
+    placed_values: set[int] = set()
+    for form, operands, results, classes in zip(
+        signature.forms, signature.operands, signature.makes, signature.classes, strict=True
+    ):
+        inner_operands = [(o, where[1]) for o, where in enumerate(operands) if where and where[0] == "in"]
+        settled = placed_values.issuperset(value for _, value in inner_operands)
+        roles: list[tuple[int, Role, int]] = []
+        for operand, where in enumerate(operands):
+            if where:
+                role = "input" if where[0] == "out" else "again" if where[1] in placed_values else "first"
+                roles.append((operand, role, where[1]))
+                placed_values.update([where[1]] if role == "first" else [])
+        placed_values.update(results)
+        members.append(
+            _Member(
+                form=form,
+                factors={cls: classes.index(cls) for cls in classes if cls >= 0},
+                operands=tuple(roles),
+                makes=results,
+                may_be_partial=tuple(inner_operands) if settled and form.grows else (),
+                fresh=_fresh(form, operands, signature.summed),
+            )
+        )
+    return members
+
+
+def _fresh(form: SizelessRule, operands: tuple[Where | None, ...], summed: int | None) -> int | None:
+    """The first linear factor whose operands all come from elsewhere, or that of the operand that may be `summed`."""
+    for factor, properties in enumerate(form.rule.factors):
+        if summed is not None and properties.partial != (summed,):
+            continue
+        sources = {where[0] for o in properties.partial if (where := operands[o]) is not None}
+        if not properties.size and sources == {"out"}:
+            return factor
+    return None
+
+
+class GroupWalks:
+    """The walks through the members of one signature."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.members = _members(signature)
+        self.visible = frozenset(signature.visible)
+        self._bits = {axis: 1 << i for i, axis in enumerate(signature.axes)}
+        self._cuts: dict[tuple[int, Assignment], _CutRule] = {}
+        self._extended: dict[tuple[int, Assignment, str, int], Assignment | None] = {}
+
+    @property
+    def reads(self) -> list[tuple[int, int]]:
+        """The (member, operand) pairs that are read from memory: values from elsewhere, and absorbed values once."""
+        roles = ((p, operand, role) for p, member in enumerate(self.members) for operand, role, _ in member.operands)
+        return [(position, operand) for position, operand, role in roles if role != "again"]
+
+    def under(self, choice: AxisChoice) -> Iterator[GroupWalk]:
+        """The walks of one choice: with partial values reduced as late as possible, and at forks if that reduces fewer.
+
+        There is no walk where an axis that should stay partial is reduced inside: without it the choice does the same.
+        """
+        late = self._walk(choice, {})
+        early = self._walk(choice, forks) if late is not None and (forks := self._forks(late)) else None
+        for walk in (late, early):
+            if walk is not None:
+                partial_axes = frozenset[str]().union(*(walk.at(v).partial for v in self.signature.visible))
+                if all(cls != PARTIAL or axis in partial_axes for axis, cls in choice):
+                    yield walk
+
+    def _walk(self, choice: AxisChoice, reduced: dict[int, ShardingSpec]) -> GroupWalk | None:
+        """The walk of one choice in which these partial values are reduced, and those that a member needs whole.
+
+        None where a result would mix reductions or an input would be partial.
+        """
+        while (walk := self._walked(choice, reduced)) is not None:
+            reduced_before = len(reduced)
+            for value, spec in walk.moved.values():
+                if walk.home[value].partial and not spec.partial:
+                    reduced.setdefault(value, spec)
+            if len(reduced) == reduced_before:
+                break
+        return walk
+
+    def _forks(self, walk: GroupWalk) -> dict[int, ShardingSpec]:
+        """The partial values from which several reduced values derive, with the placements that they are reduced to.
+
+        Empty unless they are fewer than those.
+        """
+        inside = {value for value, spec in walk.moved.values() if walk.home[value].partial and not spec.partial}
+        if not inside:
+            return {}
+        ends: dict[int, frozenset[int]] = {}
+        below: dict[int, list[int]] = {}
+        for member, assignment in zip(reversed(self.members), reversed(walk.assignments), strict=True):
+            cut = self._cut(member.form, assignment)
+            for value in member.makes:
+                if walk.home[value].partial:
+                    end = [value] if value in inside or value in self.visible else []
+                    ends[value] = frozenset(end).union(*(ends[user] for user in below.get(value, ())))
+            carried = [result for result in member.makes if walk.home[result].partial]
+            for operand, role, value in member.operands:
+                if carried and role == "again" and cut.operands[operand].partial and walk.at(value).partial:
+                    below.setdefault(value, []).extend(carried)
+        forks = {
+            value: reached
+            for value, reached in ends.items()
+            if len(reached) > 1 and reached & inside and all(ends[user] < reached for user in below.get(value, ()))
+        }
+        widest = [value for value, reached in forks.items() if not any(reached < other for other in forks.values())]
+        if len(widest) >= len(frozenset[int]().union(*(forks[value] for value in widest))):
+            return {}
+        return {value: placed(walk.home[value].dims, (), "add") for value in widest}
+
+    def _walked(self, choice: AxisChoice, reduced: dict[int, ShardingSpec]) -> GroupWalk | None:
+        """The walk that places the members one after the other, with these partial values reduced."""
+        walk = GroupWalk(axis_choice=choice, reduced=dict(reduced))
+        for position, member in enumerate(self.members):
+            assignment = self._assign(member, choice, walk)
+            if assignment is None or not self._step(position, member, assignment, walk):
+                return None
+        return walk
+
+    def _step(self, position: int, member: _Member, assignment: Assignment, walk: GroupWalk) -> bool:
+        """Whether a member may be placed under this assignment; it is added to the walk."""
+        cut, specs = self._cut(member.form, assignment), walk.home
+        walk.assignments.append(assignment)
+        walk.cuts.append(cut.mask)
+        for operand, role, value in member.operands:
+            spec = cut.operands[operand]
+            if role == "again":
+                if specs[value] != spec and (value, spec) not in walk.moved.values():
+                    walk.moved[position, operand] = (value, spec)
+                continue
+            walk.reads.append(spec)
+            if role == "input":
+                walk.inputs.append(spec)
+            elif spec.partial:
+                return False
+            else:
+                specs[value] = spec
+        for value, spec in zip(member.makes, cut.results, strict=True):
+            specs[value] = spec
+        return True
+
+    def _cut(self, form: SizelessRule, assignment: Assignment) -> _CutRule:
+        key = (id(form), assignment)
+        if key not in self._cuts:
+            rule = form.rule
+            self._cuts[key] = _CutRule(
+                operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
+                results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
+                mask=sum(self._bits[axis] for axis, factor in assignment if rule.factors[factor].size),
+            )
+        return self._cuts[key]
+
+    def _assign(self, member: _Member, choice: AxisChoice, walk: GroupWalk) -> Assignment | None:
+        """The member's assignment under the operator group's choice; None where its result would mix reductions.
+
+        An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
+        """
+        form, assignment = member.form, ()
+        if form.rule.once:
+            return tuple((axis, 0) for axis in self.signature.axes)
+        for axis, cls in choice:
+            factor = member.factors.get(cls)
+            if factor is None:
+                factor = self._linear(member, axis, cls, walk)
+            if factor is None:
+                continue
+            extended = self._extend(form, assignment, axis, factor)
+            if extended is not None:
+                assignment = extended
+            elif form.rule.factors[factor].size:
+                return None
+        return assignment
+
+    def _extend(self, form: SizelessRule, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
+        """The assignment with one more axis; None where one result would mix reductions."""
+        key = (id(form), assignment, axis, factor)
+        if key not in self._extended:
+            candidate = in_order((*assignment, (axis, factor)), self.signature.axes)
+            reductions = {form.rule.factors[f].reduction for _, f in candidate} - {""}
+            self._extended[key] = candidate if len(reductions) <= 1 else None
+        return self._extended[key]
+
+    def _linear(self, member: _Member, axis: str, cls: int, walk: GroupWalk) -> int | None:
+        """The linear factor that carries `axis` through a member, if its operands are partial over it or may be.
+
+        Where the result is larger than what comes in partial, reducing first is cheaper.
+        """
+        incoming = [operand for operand, value in member.may_be_partial if axis in walk.at(value).partial]
+        if not incoming:
+            return member.fresh if cls == PARTIAL else None
+        if all(member.form.grows[operand] for operand in incoming):
+            return None
+        for factor, properties in enumerate(member.form.rule.factors):
+            if not properties.size and properties.partial and set(properties.partial).issuperset(incoming):
+                return factor
+        return None
