@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -152,11 +153,15 @@ def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
     return cls in classes if classes else cls in (None, PARTIAL, *values.aligned_classes.get(node, ()))
 
 
-def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Assembly:
-    """The assembly with strategies of data parallelism alone, of the `batch` at these positions of inputs."""
+def data_parallel(
+    assembly: Assembly, batch: Sequence[int] | None = None, rows: Mapping[int, int] = MappingProxyType({})
+) -> Assembly:
+    """The assembly with strategies of data parallelism alone, of the `batch` at these positions of inputs, of which
+    what a stage takes has its `rows` along these dimensions.
+    """
     if not assembly.mesh.axes:
         return assembly
-    values, axis = roles(assembly, batch), assembly.mesh.axes[0]
+    values, axis = roles(assembly, batch, rows), assembly.mesh.axes[0]
     _check_batch(assembly, values.batch, (axis,))
     return restricted(
         assembly,
@@ -175,7 +180,9 @@ def sharded_by_zero(stage: int, graph: Graph, state_pairs: StatePairs, batch: Se
     return sorted(returned | frozen(graph, state_pairs, [graph.inputs[i] for i in batch]))
 
 
-def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly], Assembly]:
+def zero(
+    stage: int, batch: Sequence[int] | None = None, rows: Mapping[int, int] = MappingProxyType({})
+) -> Callable[[Assembly], Assembly]:
     """The restriction of ZeRO's stage 1, 2 or 3 on a mesh of one or more axes: the batch is cut over all of them.
 
     State is cut over as many devices as its dimensions allow. Raises PlanningError for another stage.
@@ -189,7 +196,7 @@ def zero(stage: int, batch: Sequence[int] | None = None) -> Callable[[Assembly],
         mesh, axes = assembly.mesh, assembly.mesh.axes
         if not axes:
             return assembly
-        values, root = roles(assembly, batch), assembly.root
+        values, root = roles(assembly, batch, rows), assembly.root
         graphs = {subproblem.number: subproblem.graph for subproblem in root.all()}
         _check_batch(assembly, values.batch, axes)
         sharded = {(root.number, v) for v in values.state | (values.parameters if stage == 3 else frozenset[int]())}
@@ -250,14 +257,15 @@ def megatron(
     tensor: str = "tensor",
     batch: Sequence[int] | None = None,
     is_state_cut: bool = False,
+    rows: Mapping[int, int] = MappingProxyType({}),
 ) -> Assembly:
     """The assembly with strategies alone that cut the batch over `data` and every matrix that is multiplied or looked
     up over `tensor`; if `is_state_cut`, optimizer state is cut over `data` too, as ZeRO-1 does.
     """
     axes = assembly.mesh.axes
     if tensor not in axes:
-        return zero(1, batch)(assembly) if is_state_cut else data_parallel(assembly, batch)
-    values = roles(assembly, batch)
+        return zero(1, batch, rows)(assembly) if is_state_cut else data_parallel(assembly, batch, rows)
+    values = roles(assembly, batch, rows)
     if data in axes:
         _check_batch(assembly, values.batch, (data,))
     weighty = {

@@ -88,6 +88,18 @@ def _one_row(along: _Along, rows: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(i for i in single if heads[i] in batch)
 
 
+def rows_along(graph: Graph, batch: Collection[int], values: Collection[int]) -> dict[int, int]:
+    """The dimension of each value along which it has the rows that `batch` inputs have along their first; what has no
+    rows, or not along one dimension alone, is left out.
+    """
+    dims = _Dims()
+    firsts = dims.enter(graph)
+    heads = {dims.root(firsts[value]) for value in batch if graph.types[value].rank}
+    ranks = {value: graph.types[value].rank for value in values}
+    along = {v: [d for d in range(rank) if dims.root(firsts[v] + d) in heads] for v, rank in ranks.items()}
+    return {value: of_rows[0] for value, of_rows in along.items() if len(of_rows) == 1}
+
+
 def loops_over_batch(
     graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()
 ) -> dict[int, tuple[bool, ...]]:
