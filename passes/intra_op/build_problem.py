@@ -36,11 +36,11 @@ from passes.solver import Edge, Floats, ShardingProblem
 
 
 def port_placements(port: Port, resharder: Resharder) -> list[ShardingSpec]:
-    """The placements that a port may have; a sum may stay partial, and is reduced once after the loop."""
+    """The placements that a port may have; a sum may stay partial, and is reduced once after the loop or branch."""
     full = full_placements(port.type, resharder)
     if port.whole:
         return full[:1]
-    if not (port.carry or port.stacked) or not port.type.is_float:
+    if not (port.carry or port.stacked or port.branched) or not port.type.is_float:
         return full
     seconds = resharder.seconds(port.type)
     every = resharder.placements(port.type.rank)
@@ -131,18 +131,16 @@ class _Builder:
         """
         ports = {s: port_placements(port, self.resharder) for s, port in enumerate(control.ports)}
         copied = {s: weight * number for s, number in copies(control, groupings).items()}
-        sites = {s: self._chosen(p.type, ports[s], copied.get(s)) for s, p in enumerate(control.ports) if not p.stacked}
+        made = {s for s, port in enumerate(control.ports) if port.stacked or port.branched}
+        sites = {s: self._chosen(p.type, ports[s], copied.get(s)) for s, p in enumerate(control.ports) if s not in made}
         bodies: list[Subproblem] = []
         for body, inner in zip(control.bodies, groupings, strict=True):
             entering = dict(zip(body.graph.inputs, (sites[s] for s in body.inputs), strict=True))
-            subproblem = self.lay_out(body.graph, inner, entering, weight * body.runs)
-            bodies.append(subproblem)
-            for value, s in zip(body.graph.outputs, body.outputs, strict=True):
-                if s not in sites:
-                    site = subproblem.sites.get(inner.roots.get(value, value))
-                    sums = site is not None and any(spec.partial for spec in site.specs)
-                    specs = [spec for spec in ports[s] if (sums and s not in handed_on) or not spec.partial]
-                    sites[s] = self._chosen(control.ports[s].type, specs, copied.get(s))
+            bodies.append(self.lay_out(body.graph, inner, entering, weight * body.runs))
+        for s in sorted(made):
+            sums = s not in handed_on and _may_be_sum(control, bodies, s)
+            specs = [spec for spec in ports[s] if sums or not spec.partial]
+            sites[s] = self._chosen(control.ports[s].type, specs, copied.get(s))
         copying = {s: self.seconds[sites[s].node].copy() for s in copied}
         at_ports = tuple(sites[s] for s in range(len(ports)))
         return ControlJoin(control=control, ports=at_ports, bodies=tuple(bodies), copying=copying)
@@ -248,6 +246,16 @@ class _Builder:
             state_pairs=state_pairs,
             groups=self.groups,
         )
+
+
+def _may_be_sum(control: Control, bodies: Sequence[Subproblem], port: int) -> bool:
+    """Whether what some body brings to a port may be a sum of which each device has a summand."""
+    for body, inner in zip(control.bodies, bodies, strict=True):
+        for value in (v for v, s in zip(body.graph.outputs, body.outputs, strict=True) if s == port):
+            site = inner.sites.get(inner.grouping.roots.get(value, value))
+            if site is not None and any(spec.partial for spec in site.specs):
+                return True
+    return False
 
 
 def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
