@@ -97,8 +97,13 @@ class Refusal:
     words: str
 
     def __str__(self) -> str:
-        where = " at ".join(filter(None, (self.node.primitive, self.node.source)))
-        return where + (f" ({self.node.scope})" if self.node.scope else "")
+        return named(self.node)
+
+
+def named(node: Node) -> str:
+    """A node in words: its operator, line and scope."""
+    where = " at ".join(filter(None, (node.primitive, node.source)))
+    return where + (f" ({node.scope})" if node.scope else "")
 
 
 class Walk:
@@ -196,13 +201,13 @@ class Walk:
     def _ask_up_front(self, index: int) -> bool:
         """Whether the operands that stand in the way can be computed before the loop: they come from the batch alone,
         or without products, as a count of rows that is added to the state's. So can a node itself that reduces those
-        to what is no sum, such as the largest.
+        to what is no sum, such as the largest, or puts rows in another order.
         """
         node = self.graph.nodes[index]
-        if not self.waits and self.heavy.isdisjoint(node.inputs) and _cut(self, index, is_any=True):
+        sums = [v for v in node.inputs if v in self.varying and self.home[v].partial]
+        if not self.waits and self.heavy.isdisjoint(node.inputs) and (not sums or _cut(self, index, is_any=True)):
             self.wanted_up_front.add(index)
             return True
-        sums = [v for v in node.inputs if v in self.varying and self.home[v].partial]
         needed = sums or [v for v in node.inputs if v in self.varying]
         makers = {self.graph.producers[v] for v in needed if v in self.graph.producers and v not in self.heavy}
         if self.waits or len(makers) < len(set(needed)) or makers <= self.up_front:

@@ -21,7 +21,7 @@ from passes.ir import LOOP, Graph, StatePairs, control_of, has_effect, is_ordere
 from passes.layers import OTHERWISE, batch_inputs, taken_for
 from passes.placement import Placement, is_free
 from passes.sharding import ShardingSpec, replicated
-from passes.transforms.batch_axis import AXIS, PICKED, Coupling, Refusal, Time, Walk
+from passes.transforms.batch_axis import AXIS, PICKED, Coupling, Refusal, Time, Walk, named
 from passes.transforms.batch_demand import sink
 
 
@@ -150,11 +150,12 @@ def _regions(walk: Walk, batch: tuple[int, ...]) -> Split:
     inside = sum(walk.rules[i].flops for i in loop)
     heavy = [i for i in loop if graph.nodes[i].inputs and not is_free(graph, i)]
     if not heavy or not around.carried:
+        whole = [str(refusal) for refusal in walk.refusals] or [named(graph.nodes[i]) for i in sorted(walk.up_front)]
         raise PlanningError(
             explain(
                 f"microbatches={count}",
                 "a microbatch must be computed by itself, and this function needs its whole batch at once"
-                + (f" ({walk.refusals[0]})" if walk.refusals else ""),
+                + (f" ({whole[0]})" if whole else ""),
                 taken_for(graph, batch),
                 f"leave out microbatches=, or {OTHERWISE}",
             )
