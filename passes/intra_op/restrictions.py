@@ -39,6 +39,11 @@ BATCH_FIRST = (
 )
 """What comes before other remedies where a loop runs over what was taken for the batch."""
 
+ROWS_FIRST = (
+    "if rows are along another dimension, as those of several views are, put them first in what the step takes; "
+)
+"""What comes before other remedies where what leads is fewer than the devices, which divide another dimension."""
+
 _ROUNDING = 1e-9
 """The share by which equal sums of bytes may differ: they are sums over shares, which are not whole."""
 
@@ -76,8 +81,10 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[st
             rule = f"{parts} devices on {along} do not divide its {of_each} {size}"
             context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
             fewer = "fewer microbatches, " if batch[value] else ""
-            time = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ""
-            remedy = f"{time}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
+            inner = graph.types[value].shape[batch[value] + 1 : -1]  # the last one has features
+            is_led = 1 < size < parts and any(n and n % parts == 0 for n in inner)
+            first = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ROWS_FIRST if is_led else ""
+            remedy = f"{first}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
             raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
 
 

@@ -62,3 +62,11 @@ def test_time_that_devices_do_not_divide_is_no_batch_too_small(loss: Any) -> Non
     with pytest.raises(autopar.PlanningError, match="use a batch of 24") as caught:
         planned(loss, autopar.DataParallel(), rows=20)
     assert ("put the batch first" in str(caught.value)) == (loss is over_time)
+
+
+@pytest.mark.parametrize(("rows", "are_inner"), [(2, True), (12, False), (1, False)])
+def test_views_that_lead_are_no_batch_too_small(rows: int, are_inner: bool) -> None:
+    """Of two views of 64 rows the error said no more than to use a batch of 8."""
+    with pytest.raises(autopar.PlanningError, match="do not divide its leading dimension") as caught:
+        planned(dense, autopar.DataParallel(), rows=rows)
+    assert ("put them first in what the step takes" in str(caught.value)) == are_inner
