@@ -169,6 +169,15 @@ def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tup
             yield from rule.splits
 
 
+def _put_together(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[int]:
+    """The inputs whose rows a node puts together with as many others: two views of a batch that go through one network
+    at once.
+    """
+    rows = [graph.types[value].shape[:1] for value in node.inputs]
+    if (0, 0, 0) in rule.moves and len(rows) > 1 and rows.count(rows[0]) == len(rows):
+        yield from (value for value in node.inputs if value in graph.inputs)
+
+
 def has_rows(graph: Graph, position: int) -> bool:
     """Whether an input may be a part of a batch: it has elements along a leading dimension, and is not a single key."""
     value = graph.inputs[position]
@@ -295,6 +304,8 @@ class _Dims:
                 for before, after in apart:
                     self._join(firsts[node.inputs[0]] + before, firsts[node.outputs[0]] + after)
                 parts = {rule.operands[0][before] for before, _ in apart}
+                for value in _put_together(graph, node, rule) if around is None else ():
+                    self._join(firsts[value], firsts[node.outputs[0]])
                 made = [firsts[v] for v in node.outputs]
                 kept, summed = self._follow(rule, read, made, parts)
                 if self.single and rule.single is not None:
