@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from passes.cluster import Cluster
@@ -54,7 +55,8 @@ class Step:
     """A step that can be planned: a program, its state, and whether each input's room may be taken (`donated`).
 
     `named` says of each input whether the user calls it a part of the batch; it is empty where nothing is said.
-    `chosen` is the variant that it is, and `left_out` the blocks that a sample lacks.
+    `chosen` is the variant that it is, and `left_out` the blocks that a sample lacks. Of what a stage takes from others
+    in microbatches, `rows` has the dimension along which each has its rows, by value.
     """
 
     graph: Graph
@@ -63,6 +65,7 @@ class Step:
     named: tuple[bool, ...] = ()
     chosen: Variant = Variant(microbatches=1)
     left_out: int = 0
+    rows: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @cached_property
     def batch(self) -> tuple[int, ...]:
@@ -93,6 +96,7 @@ class Step:
                 graph=part.graph,
                 state_pairs=stages.state_pairs_of(part, self.graph, self.state_pairs),
                 donated=stages.donations(part, self.graph, self.donated),
+                rows=part.rows,
             )
             for part in cut.parts
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 
 from passes.cluster import Cluster
 from passes.errors import PlanningError
@@ -57,9 +58,9 @@ class DeepMegatron(Megatron):
     layers: tuple[int, ...] = ()
     sequence: bool = False
 
-    def restriction(self, assembly: Assembly) -> Assembly:
-        """The placements that it has of a stage."""
-        placed = Megatron.restriction(self, assembly)
+    def restriction(self, assembly: Assembly, rows: Mapping[int, int] = MappingProxyType({})) -> Assembly:
+        """The placements that it has of a stage, which takes what has its `rows` along these dimensions."""
+        placed = Megatron.restriction(self, assembly, rows)
         return _sequence(placed) if self.sequence else placed
 
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions) -> Planned:

@@ -26,7 +26,7 @@ from passes.intra_op.assembly import (
 )
 from passes.intra_op.matrices import Common, Matrix
 from passes.intra_op.reductions import Read, with_sums
-from passes.intra_op.stacks import copies, copy_seconds
+from passes.intra_op.stacks import Copies, copies
 from passes.intra_op.strategies import Table, Tabulator, signature_of
 from passes.ir import Control, Graph, Port, StatePairs, TensorType
 from passes.placement import Background, Grouping, weights
@@ -36,11 +36,11 @@ from passes.solver import Edge, Floats, ShardingProblem
 
 
 def port_placements(port: Port, resharder: Resharder) -> list[ShardingSpec]:
-    """The placements that a port may have; a sum may stay partial, and is reduced once after the loop."""
+    """The placements that a port may have; a sum may stay partial, and is reduced once after the loop or branch."""
     full = full_placements(port.type, resharder)
     if port.whole:
         return full[:1]
-    if not (port.carry or port.stacked) or not port.type.is_float:
+    if not (port.carry or port.stacked or port.branched) or not port.type.is_float:
         return full
     seconds = resharder.seconds(port.type)
     every = resharder.placements(port.type.rank)
@@ -100,7 +100,7 @@ class _Builder:
                 sites[written[position]] = ValueSite(node=node, specs=specs)
         for value in grouping.loose:
             if value not in sites:
-                sites[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]))
+                sites[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]), Copies(), weight)
         control_joins: dict[int, ControlJoin] = {}
         for index, control in grouping.controls.items():
             results = zip(graph.nodes[index].outputs, control.results, strict=True)
@@ -130,29 +130,27 @@ class _Builder:
         A sum stays partial in a port, unless the program hands it on: another stage may read that in each iteration.
         """
         ports = {s: port_placements(port, self.resharder) for s, port in enumerate(control.ports)}
-        copied = {s: weight * number for s, number in copies(control, groupings).items()}
-        sites = {s: self._chosen(p.type, ports[s], copied.get(s)) for s, p in enumerate(control.ports) if not p.stacked}
+        copied = copies(control, groupings)
+        made = {s for s, port in enumerate(control.ports) if port.stacked or port.branched}
+        types = [port.type for port in control.ports]
+        alone = [s for s in ports if s not in made]
+        sites = {s: self._chosen(types[s], ports[s], copied.get(s, Copies()), weight) for s in alone}
         bodies: list[Subproblem] = []
         for body, inner in zip(control.bodies, groupings, strict=True):
             entering = dict(zip(body.graph.inputs, (sites[s] for s in body.inputs), strict=True))
-            subproblem = self.lay_out(body.graph, inner, entering, weight * body.runs)
-            bodies.append(subproblem)
-            for value, s in zip(body.graph.outputs, body.outputs, strict=True):
-                if s not in sites:
-                    site = subproblem.sites.get(inner.roots.get(value, value))
-                    sums = site is not None and any(spec.partial for spec in site.specs)
-                    specs = [spec for spec in ports[s] if (sums and s not in handed_on) or not spec.partial]
-                    sites[s] = self._chosen(control.ports[s].type, specs, copied.get(s))
+            bodies.append(self.lay_out(body.graph, inner, entering, weight * body.runs))
+        for s in sorted(made):
+            sums = s not in handed_on and _may_be_sum(control, bodies, s)
+            specs = [spec for spec in ports[s] if sums or not spec.partial]
+            sites[s] = self._chosen(types[s], specs, copied.get(s, Copies()), weight)
         copying = {s: self.seconds[sites[s].node].copy() for s in copied}
         at_ports = tuple(sites[s] for s in range(len(ports)))
         return ControlJoin(control=control, ports=at_ports, bodies=tuple(bodies), copying=copying)
 
-    def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec], copied: float | None = None) -> ValueSite:
-        """A new node that decides the placement of one value, which is `copied` so many times in a step."""
-        seconds = np.zeros(len(specs))
-        if copied is not None:
-            seconds += [copied * copy_seconds(spec.local_nbytes(type, self.mesh), self.mesh) for spec in specs]
-        return ValueSite(node=self._node(seconds, str(type)), specs=self.common.interned(tuple(specs)))
+    def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec], copied: Copies, weight: float) -> ValueSite:
+        """A new node that decides the placement of one value, which is `copied` in a loop that runs `weight` times."""
+        seconds = [weight * copied.seconds(spec.local_nbytes(type, self.mesh), self.mesh) for spec in specs]
+        return ValueSite(node=self._node(np.array(seconds), str(type)), specs=self.common.interned(tuple(specs)))
 
     def connect(self, subproblem: Subproblem, background: Background) -> None:
         """Adds the edges of a subproblem and of all subproblems inside it."""
@@ -248,6 +246,16 @@ class _Builder:
             state_pairs=state_pairs,
             groups=self.groups,
         )
+
+
+def _may_be_sum(control: Control, bodies: Sequence[Subproblem], port: int) -> bool:
+    """Whether what some body brings to a port may be a sum of which each device has a summand."""
+    for body, inner in zip(control.bodies, bodies, strict=True):
+        for value in (v for v, s in zip(body.graph.outputs, body.outputs, strict=True) if s == port):
+            site = inner.sites.get(inner.grouping.roots.get(value, value))
+            if site is not None and any(spec.partial for spec in site.specs):
+                return True
+    return False
 
 
 def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
-from passes.intra_op.rearranging import rearranging_seconds
+from passes.intra_op.rearranging import is_turned_product, rearranging_seconds
 from passes.intra_op.roofline import local_flops, times_made
-from passes.intra_op.stacks import copies, copy_seconds
+from passes.intra_op.stacks import copies
 from passes.ir import PHASES, Body, Control, Graph, Node, Phase, phase
 from passes.placement import Grouping, Layout, OperatorGroup, Placement
 from passes.rules import Assignment, ShardingRule
@@ -54,8 +54,8 @@ def _copying(control: Control, groupings: Sequence[Grouping], mesh: Mesh, placem
     for body, inside in zip(control.bodies, placement.bodies, strict=True):
         specs |= zip((*body.inputs, *body.outputs), (*inside.inputs, *inside.outputs), strict=True)
     return sum(
-        number * copy_seconds(specs[port].local_nbytes(control.ports[port].type, mesh), mesh)
-        for port, number in copies(control, groupings).items()
+        copied.seconds(specs[port].local_nbytes(control.ports[port].type, mesh), mesh)
+        for port, copied in copies(control, groupings).items()
     )
 
 
@@ -137,7 +137,8 @@ class _PlacedGraph:
             again = times_made([graph.types[v] for v in node.outputs]) if rule.is_product else 1
             assignment = _assignment(rule, self.placements[member])
             flops += again * local_flops(rule, assignment, self.mesh)
-            rearranging += rearranging_seconds(rule, [graph.types[v] for v in node.inputs], assignment, self.mesh)
+            if not is_turned_product(graph, member, self.grouping.rules):
+                rearranging += rearranging_seconds(rule, [graph.types[v] for v in node.inputs], assignment, self.mesh)
         if all(self.grouping.rules[member].is_layout for member in members):
             return rearranging  # a layout, as in `passes.intra_op.strategies`
         first = graph.nodes[members[0]]

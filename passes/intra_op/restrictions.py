@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
+from types import MappingProxyType
 from typing import NamedTuple
 
 from passes.cluster import Mesh
@@ -37,12 +38,21 @@ BATCH_FIRST = (
 )
 """What comes before other remedies where a loop runs over what was taken for the batch."""
 
+ROWS_FIRST = (
+    "if rows are along another dimension, as those of several views are, put them first in what the step takes; "
+)
+"""What comes before other remedies where what leads is fewer than the devices, which divide another dimension."""
 
-def data_parallel(assembly: Assembly, batch: Sequence[int] | None = None) -> Assembly:
-    """The assembly with strategies of data parallelism alone, of the `batch` at these positions of inputs."""
+
+def data_parallel(
+    assembly: Assembly, batch: Sequence[int] | None = None, rows: Mapping[int, int] = MappingProxyType({})
+) -> Assembly:
+    """The assembly with strategies of data parallelism alone, of the `batch` at these positions of inputs, of which
+    what a stage takes has its `rows` along these dimensions.
+    """
     if not assembly.mesh.axes:
         return assembly
-    values, axis = roles(assembly, batch), assembly.mesh.axes[0]
+    values, axis = roles(assembly, batch, rows), assembly.mesh.axes[0]
     _check_batch(assembly, values.batch, (axis,))
     return restricted(assembly, _DataParallel(values=values, axis=axis))
 
@@ -71,7 +81,12 @@ def sharded_by_zero(stage: int, graph: Graph, state_pairs: StatePairs, batch: Se
     return sorted(returned | frozen(graph, state_pairs, [graph.inputs[i] for i in batch]))
 
 
-def zero(assembly: Assembly, stage: int, batch: Sequence[int] | None = None) -> Assembly:
+def zero(
+    assembly: Assembly,
+    stage: int,
+    batch: Sequence[int] | None = None,
+    rows: Mapping[int, int] = MappingProxyType({}),
+) -> Assembly:
     """The assembly with strategies of ZeRO's stage 1, 2 or 3 alone: the batch is cut over all axes of the mesh.
 
     State is cut over as many devices as its dimensions allow, in stage 3 weights are too.
@@ -79,7 +94,7 @@ def zero(assembly: Assembly, stage: int, batch: Sequence[int] | None = None) -> 
     axes = assembly.mesh.axes
     if not axes:
         return assembly
-    values, root = roles(assembly, batch), assembly.root
+    values, root = roles(assembly, batch, rows), assembly.root
     _check_batch(assembly, values.batch, axes)
     sharded = {(root.number, v) for v in values.state | (values.parameters if stage == 3 else frozenset[int]())}
     if stage == 3:
@@ -152,14 +167,15 @@ def megatron(
     tensor: str = "tensor",
     batch: Sequence[int] | None = None,
     is_state_cut: bool = False,
+    rows: Mapping[int, int] = MappingProxyType({}),
 ) -> Assembly:
     """The assembly with strategies alone that cut the batch over `data` and every matrix that is multiplied or looked
     up over `tensor`; if `is_state_cut`, optimizer state is cut over `data` too, as ZeRO-1 does.
     """
     axes = assembly.mesh.axes
     if tensor not in axes:
-        return zero(assembly, 1, batch) if is_state_cut else data_parallel(assembly, batch)
-    values, root = roles(assembly, batch), assembly.root
+        return zero(assembly, 1, batch, rows) if is_state_cut else data_parallel(assembly, batch, rows)
+    values, root = roles(assembly, batch, rows), assembly.root
     if data in axes:
         _check_batch(assembly, values.batch, (data,))
     state = {(root.number, v) for v in values.state} if is_state_cut and data in axes else set[Value]()
@@ -266,8 +282,10 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[st
             rule = f"{parts} devices on {along} do not divide its {of_each} {size}"
             context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
             fewer = "fewer microbatches, " if batch[value] else ""
-            time = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ""
-            remedy = f"{time}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
+            inner = graph.types[value].shape[batch[value] + 1 : -1]  # the last one has features
+            is_led = 1 < size < parts and any(n and n % parts == 0 for n in inner)
+            first = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ROWS_FIRST if is_led else ""
+            remedy = f"{first}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"
             raise PlanningError(explain(f"{name} of type {graph.types[value]}", rule, context, remedy))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
@@ -45,17 +46,21 @@ class Roles:
     aligned_classes: Classes
 
 
-def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
+def roles(
+    assembly: Assembly, batch_at: Sequence[int] | None = None, rows: Mapping[int, int] = MappingProxyType({})
+) -> Roles:
     """The roles of a step's inputs, of which those at `batch_at` are the batch, by default what looks like one.
 
-    Raises PlanningError when there is none.
+    In microbatches it is whatever is stacked, with its rows second where `rows` has no other dimension for it.
+
+    Raises PlanningError when there is none, but of a stage, which may have nothing to do with it.
     """
     graph = assembly.root.graph
     stacks = microbatch_stacks(graph)
     returned = {graph.inputs[i] for _, i in assembly.state_pairs} - stacks
     shared = _shared(graph, returned, stacks)
     if stacks:
-        batch = {v: 1 for v in stacks if graph.types[v].rank > 1 and not graph.types[v].is_key}
+        batch = {v: rows.get(v, 1) for v in stacks if graph.types[v].rank > 1 and not graph.types[v].is_key}
     else:
         at = batch_inputs(graph, assembly.state_pairs) if batch_at is None else batch_at
         batch = {graph.inputs[i]: int(_is_in_parts(graph, graph.inputs[i])) for i in at}
@@ -64,7 +69,7 @@ def roles(assembly: Assembly, batch_at: Sequence[int] | None = None) -> Roles:
     gradients = _types_of_gradients(graph)
     stored = {value for value in returned if graph.types[value] not in gradients}
     on_batch, aligned = batch_classes(assembly.root, batch, parameters, stored)
-    if not batch and not on_batch:
+    if not batch and not on_batch and loop_of(graph) is None:
         rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
         remedy = f"return the state that the step updates, {OTHERWISE}, or use planner=Auto()"
         raise PlanningError(explain("data parallelism", rule, "", remedy))

@@ -6,43 +6,61 @@ product; and it copies a slice out for a product, while other operators read it 
 
 Reference: the bodies of loops over the layers of a GPT that XLA compiles (jaxlib 0.10.2): for H100 32 kernels of 53
 write stacks going forward, 12 of 64 read and 12 write them going backward; for CPUs 31 of 68 write them going forward,
-8 of 77 read and 12 write them going backward.
+8 of 77 read and 12 write them going backward. `python -m benchmarks.scanned_layers` holds steps that stack more and less
+beside each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from passes.cluster import Mesh
 from passes.ir import Body, Control
+from passes.memory import compiler_of
 from passes.placement import Grouping
 
 _PASSES = 2
 """A copy reads an array and writes it: the times that its bytes pass memory."""
 
+_PASSES_TO_BEGIN = MappingProxyType({"cpu": 2, "gpu": 1, "tpu": 0})
+"""The times that a stack's bytes pass memory before a loop writes into it. XLA (jaxlib 0.10.2) begins with zeros: for
+CPUs it copies them into each stack, for GPUs a kernel writes them into all, and for TPUs it leaves them out."""
 
-def copies(control: Control, groupings: Sequence[Grouping]) -> Mapping[int, int]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """The slices of a stack that a loop copies one by one each time that it runs, and those that it makes room for."""
+
+    slices: int = 0
+    begun: int = 0
+
+    def seconds(self, nbytes: float, mesh: Mesh) -> float:
+        """The seconds of slices of so many bytes on one device of a mesh."""
+        device = mesh.cluster.group().device
+        passes = _PASSES * self.slices + _PASSES_TO_BEGIN[compiler_of(device)] * self.begun
+        return passes * nbytes / device.achieved_bytes_per_second + self.slices * device.launch_seconds
+
+
+def copies(control: Control, groupings: Sequence[Grouping]) -> Mapping[int, Copies]:
     """The copies of slices that a loop makes each time that it runs, by the port that the slices come or leave by.
 
     Loops with a whole step in each iteration have none: what microbatches hand on are arrays of their own.
     """
     taken, kept = ({use.port for use in uses if use.stacked} for uses in (control.operands, control.results))
-    numbers: dict[int, int] = {}
+    of_port: dict[int, Copies] = {}
     for body, grouping in zip(control.bodies, groupings, strict=True):
         if body.is_step:
             continue
-        entering = [(v, port) for v, port in zip(body.graph.inputs, body.inputs, strict=True) if port in taken]
-        leaving = [(v, port) for v, port in zip(body.graph.outputs, body.outputs, strict=True) if port in kept]
-        copied = [port for v, port in entering if _is_multiplied(body, grouping, v)]
-        copied += [port for v, port in leaving if not _is_written_there(body, grouping, v)]
-        numbers |= dict.fromkeys(copied, body.trips)
-    return numbers
-
-
-def copy_seconds(nbytes: float, mesh: Mesh) -> float:
-    """The seconds of a copy of so many bytes on one device of a mesh."""
-    device = mesh.cluster.group().device
-    return _PASSES * nbytes / device.achieved_bytes_per_second + device.launch_seconds
+        for value, port in zip(body.graph.inputs, body.inputs, strict=True):
+            if port in taken and _is_multiplied(body, grouping, value):
+                of_port[port] = Copies(slices=body.trips)
+        for value, port in zip(body.graph.outputs, body.outputs, strict=True):
+            if port in kept:
+                is_copied = not _is_written_there(body, grouping, value)
+                of_port[port] = Copies(slices=body.trips if is_copied else 0, begun=body.trips)
+    return of_port
 
 
 def _is_multiplied(body: Body, grouping: Grouping, value: int) -> bool:

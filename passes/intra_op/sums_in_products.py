@@ -26,14 +26,7 @@ def summed_operand(graph: Graph, grouping: Grouping, index: int) -> int | None:
     known = cast("tuple[Grouping, _Sums] | None", graph.memo.get(key))
     if known is None:
         graph.memo[key] = known = grouping, _Sums(graph, grouping)
-    node, rule = graph.nodes[index], grouping.rules[index]
-    for factor in rule.factors if not rule.light else ():
-        if not factor.size and len(factor.partial) == 1:
-            (operand,) = factor.partial
-            value = node.inputs[operand]
-            if known[1].shrinks(index, value) and known[1].is_sum(value) and known[1].only_shrinks(value):
-                return operand
-    return None
+    return known[1].operand(index)
 
 
 class _Sums:
@@ -43,6 +36,17 @@ class _Sums:
         self.graph, self.rules = graph, grouping.rules
         self._sums: dict[int, bool] = {}
         self._shrinking: dict[int, bool] = {}
+
+    def operand(self, index: int) -> int | None:
+        """The operand of an operator that may come in as summands; None if it is light, or there is none."""
+        node, rule = self.graph.nodes[index], self.rules[index]
+        for factor in rule.factors if not rule.light else ():
+            if not factor.size and len(factor.partial) == 1:
+                (operand,) = factor.partial
+                value = node.inputs[operand]
+                if self.shrinks(index, value) and self.is_sum(value) and self.only_shrinks(value):
+                    return operand
+        return None
 
     def shrinks(self, index: int, value: int) -> bool:
         """Whether a heavy operator is linear in a value and its result has fewer bytes, or as many numbers that are
@@ -57,8 +61,8 @@ class _Sums:
         return smaller and any(not f.size and f.partial == (operand,) for f in rule.factors)
 
     def is_sum(self, value: int) -> bool:
-        """Whether the backward pass sums a value up over more than it leaves, or makes it of such a sum by light linear
-        operators that make no more of it.
+        """Whether the backward pass sums a value up over more than it leaves, or makes it of such a sum by operators
+        that take summands: light linear ones that make no more of it, and heavy ones.
         """
         if value not in self._sums:
             self._sums[value] = False  # until it is known
@@ -75,7 +79,9 @@ class _Sums:
         if summed:
             sides = [math.prod(rule.factors[f].size for f in set(of) & kept) for of in rule.operands[:2]]
             return rule.light or math.prod(f.size for f in summed) >= min(sides)
-        if not rule.light or len(node.outputs) != 1:
+        if not rule.light:
+            return self.operand(index) is not None
+        if len(node.outputs) != 1:
             return False
         size = types[node.outputs[0]].size
         operands = (v for v in dict.fromkeys(node.inputs) if v in self.graph.producers and types[v].size >= size)
@@ -99,4 +105,13 @@ class _Sums:
         node, rule = self.graph.nodes[index], self.rules[index]
         if not rule.light:
             return self.shrinks(index, value)
-        return self._is_linear(index, value) and bool(node.outputs) and all(map(self.only_shrinks, node.outputs))
+        if not self._is_linear(index, value) or not node.outputs:
+            return False
+        return self._adds_up(index) or all(map(self.only_shrinks, node.outputs))
+
+    def _adds_up(self, index: int) -> bool:
+        """Whether a light operator sums its operand up along a dimension, which leaves fewer bytes to reduce."""
+        node, rule, types = self.graph.nodes[index], self.rules[index], self.graph.types
+        kept = {factor for factors in rule.results for factor in factors}
+        summed = any(f.size > 1 and n not in kept and f.reduction == "add" for n, f in enumerate(rule.factors))
+        return summed and types[node.outputs[0]].nbytes < types[node.inputs[0]].nbytes

@@ -22,13 +22,14 @@ from passes.ir.phases import phase
 class Port:
     """A value that the bodies of a control node share with the program around it.
 
-    A `carry` may stay a sum over devices from one iteration to the next, and so may what is `stacked` as it is made;
-    `whole` ones are never cut.
+    A `carry` may stay a sum over devices from one iteration to the next, and so may what is `stacked` as it is made, or
+    `branched`, made by whichever branch runs; `whole` ones are never cut.
     """
 
     type: TensorType
     carry: bool = False
     stacked: bool = False
+    branched: bool = False
     whole: bool = False
 
 
@@ -169,10 +170,11 @@ def _while(node: Node, graph: Graph) -> Control:
 def _cond(node: Node, graph: Graph) -> Control:
     """The control flow of a `cond`, whose branches are taken equally often."""
     count = len(node.inputs)
-    ports = tuple(Port(type=graph.types[v]) for v in (*node.inputs, *node.outputs))
+    ports = [Port(type=graph.types[v]) for v in node.inputs]
+    ports += [Port(type=graph.types[v], branched=True) for v in node.outputs]
     leaving = tuple(range(count, len(ports)))
     return Control(
-        ports=ports,
+        ports=tuple(ports),
         operands=tuple(PortUse(port=s) for s in range(count)),
         results=tuple(PortUse(port=s) for s in leaving),
         bodies=tuple(

@@ -1,9 +1,9 @@
 """The forward pass of a step: its batch, where to cut it, which blocks repeat, and the step with fewer of them."""
 
-from passes.layers import layer_names, modules
+from passes.layers import forward, layer_names, modules
 from passes.layers.attention import fused_attention
-from passes.layers.batch import OTHERWISE, batch_inputs, loops_over_batch, split_for_loop, taken_for
-from passes.layers.forward import adds_up, after_backward, everywhere, forward_nodes, forward_scope
+from passes.layers.batch import OTHERWISE, batch_inputs, loops_over_batch, rows_along, split_for_loop, taken_for
+from passes.layers.forward import after_backward, everywhere, forward_nodes
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
 from passes.layers.sample import SAMPLE_BLOCKS, sample_graph
 
@@ -11,19 +11,19 @@ __all__ = [
     "OTHERWISE",
     "SAMPLE_BLOCKS",
     "Cuts",
-    "adds_up",
     "after_backward",
     "batch_inputs",
     "blocks",
     "everywhere",
+    "forward",
     "forward_nodes",
-    "forward_scope",
     "fused_attention",
     "in_blocks",
     "layer_names",
     "loops_over_batch",
     "modules",
     "most_layers",
+    "rows_along",
     "sample_graph",
     "split_for_loop",
     "stage_cuts",

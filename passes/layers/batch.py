@@ -88,6 +88,18 @@ def _one_row(along: _Along, rows: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(i for i in single if heads[i] in batch)
 
 
+def rows_along(graph: Graph, batch: Collection[int], values: Collection[int]) -> dict[int, int]:
+    """The dimension of each value along which it has the rows that `batch` inputs have along their first; what has no
+    rows, or not along one dimension alone, is left out.
+    """
+    dims = _Dims()
+    firsts = dims.enter(graph)
+    heads = {dims.root(firsts[value]) for value in batch if graph.types[value].rank}
+    ranks = {value: graph.types[value].rank for value in values}
+    along = {v: [d for d in range(rank) if dims.root(firsts[v] + d) in heads] for v, rank in ranks.items()}
+    return {value: of_rows[0] for value, of_rows in along.items() if len(of_rows) == 1}
+
+
 def loops_over_batch(
     graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()
 ) -> dict[int, tuple[bool, ...]]:
@@ -155,6 +167,15 @@ def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tup
         port_uses = zip(graph.nodes[reader].inputs, control.operands, strict=True) if control else ()
         if any(use.stacked for value, use in port_uses if value == node.outputs[0]):
             yield from rule.splits
+
+
+def _put_together(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[int]:
+    """The inputs whose rows a node puts together with as many others: two views of a batch that go through one network
+    at once.
+    """
+    rows = [graph.types[value].shape[:1] for value in node.inputs]
+    if (0, 0, 0) in rule.moves and len(rows) > 1 and rows.count(rows[0]) == len(rows):
+        yield from (value for value in node.inputs if value in graph.inputs)
 
 
 def has_rows(graph: Graph, position: int) -> bool:
@@ -262,6 +283,8 @@ class _Dims:
                 for before, after in zip(node.inputs, node.outputs, strict=True):
                     self._hang(firsts[before], graph.types[before].rank, firsts, PortUse(port=after))
             else:
+                for value in _put_together(graph, node, rule) if around is None else ():
+                    self._join(firsts[value], firsts[node.outputs[0]])
                 kept, summed = self._enter_operator(graph, node, rule, firsts)
                 self.nodes.append((times * rule.flops, phase(node) == "forward", [*kept, *(around or ())], summed))
         return firsts

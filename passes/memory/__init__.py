@@ -3,6 +3,7 @@ scheduling and packing.
 """
 
 from passes.memory.accounting import gradient_nbytes, margin_of, model_of, peak
+from passes.memory.compilers import compiler_of
 from passes.memory.holders import PERSISTENT, Holder, Memory, Temporaries
 from passes.memory.tpu_chips import is_tpu
 
@@ -11,6 +12,7 @@ __all__ = [
     "Holder",
     "Memory",
     "Temporaries",
+    "compiler_of",
     "gradient_nbytes",
     "is_tpu",
     "margin_of",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from passes.cluster import Cluster, Mesh
@@ -53,7 +54,7 @@ class DataParallel:
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         mesh = named(cluster, ("data", cluster.n_devices))
-        restrict = partial(restrictions.data_parallel, batch=step.batch)
+        restrict = partial(restrictions.data_parallel, batch=step.batch, rows=step.rows)
         plan = _best("data parallel", step, mesh, self.solver, restrict)
         warn_of_whole_work(plan, step)
         return Planned.of(plan, step)
@@ -81,7 +82,7 @@ class Zero:
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
-        restrict = partial(restrictions.zero, stage=self.stage, batch=step.batch)
+        restrict = partial(restrictions.zero, stage=self.stage, batch=step.batch, rows=step.rows)
         state = restrictions.sharded_by_zero(self.stage, step.graph, step.state_pairs, step.batch)
         sizes = zero_sizes([step.graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
@@ -171,9 +172,9 @@ class Megatron:
         in_turn = f", interleave {self.interleave}" if self.interleave > 1 else ""
         return f"megatron {sizes}{in_turn}" + (f", zero-{self.zero}" if self.zero else "")
 
-    def restriction(self, assembly: Assembly) -> Assembly:
-        """The placements that it has of a stage."""
-        return restrictions.megatron(assembly, is_state_cut=self.zero > 0)
+    def restriction(self, assembly: Assembly, rows: Mapping[int, int] = MappingProxyType({})) -> Assembly:
+        """The placements that it has of a stage, which takes what has its `rows` along these dimensions."""
+        return restrictions.megatron(assembly, is_state_cut=self.zero > 0, rows=rows)
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
@@ -189,7 +190,8 @@ class Megatron:
         schedule = checked_schedule("Megatron", self.schedule, self.interleave)
 
         def plan_stage(part: Step, stage: int) -> Plan:
-            return _best(f"stage {stage}", part, mesh, self.solver, self.restriction)
+            restrict = partial(self.restriction, rows=part.rows)
+            return _best(f"stage {stage}", part, mesh, self.solver, restrict)
 
         return Planned.of(pipelined(self.name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
 

@@ -157,14 +157,15 @@ class BatchWalk:
     def _ask_up_front(self, index: int, node: Node) -> bool:
         """Whether the operands that stand in the way can be computed before the loop: they come from the batch alone,
         or without products, as a count of rows that is added to the state's. So can a node itself that reduces those
-        to what is no sum, such as the largest.
+        to what is no sum, such as the largest, or puts rows in another order.
         """
         if self.waits:
             return False
-        if self.heavy.isdisjoint(node.inputs) and self._cut(index, node, is_any=True):
+        sums = {v for v in node.inputs if self.is_sum(v)}
+        if self.heavy.isdisjoint(node.inputs) and (not sums or self._cut(index, node, is_any=True)):
             self.wanted_up_front.add(index)
             return True
-        needed = {v for v in node.inputs if self.is_sum(v)} or self.varying.intersection(node.inputs)
+        needed = sums or self.varying.intersection(node.inputs)
         makers = {self.graph.producers[v] for v in needed - self.heavy if v in self.graph.producers}
         if len(makers) < len(needed) or makers <= self.up_front:
             return False

@@ -150,11 +150,12 @@ def _regions(walk: BatchWalk, batch: tuple[int, ...]) -> Split:
     inside = sum(walk.rules[i].flops for i in loop)
     heavy = [i for i in loop if graph.nodes[i].inputs and not is_free(graph, i)]
     if not heavy or not around.carried:
+        whole = [refusal.node for refusal in walk.refusals] or [graph.nodes[i] for i in sorted(walk.up_front)]
         raise PlanningError(
             explain(
                 f"microbatches={count}",
                 "a microbatch must be computed by itself, and this function needs its whole batch at once"
-                + (f" ({location(walk.refusals[0].node)})" if walk.refusals else ""),
+                + (f" ({location(whole[0])})" if whole else ""),
                 taken_for(graph, batch),
                 f"leave out microbatches=, or {OTHERWISE}",
             )

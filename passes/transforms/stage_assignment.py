@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from passes.ir import Graph, Node
-from passes.layers import adds_up, forward_scope
+from passes.layers import forward
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class StageAssignment:
         for index, node in enumerate(self.body.nodes):
             if index in self.anywhere:
                 continue
-            if adds_up(node):
+            if forward.adds_up(node):
                 at = max((self.made[v] for v in node.inputs if v in self.made), default=0)
             elif index not in self.late:
                 at = max(sum(first <= index for first in self.firsts) - 1, 0)
@@ -43,7 +43,7 @@ class StageAssignment:
         producers = self.body.producers
         backward = [self.made[v] for v in node.inputs if v in self.made and producers[v] in self.late]
         latest = min(backward, default=len(self.firsts) - 1)
-        same_scope = places.get(forward_scope(node.scope), set[int]())
+        same_scope = places.get(forward.forward_scope(node.scope), set[int]())
         if len(same_scope) == 1 and (only := next(iter(same_scope))) <= latest:
             return only
         saved = {v: at for v in node.inputs if (at := self._at_hand(v, latest, node)) is not None}

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from passes.errors import InternalError
 from passes.ir import Graph, Node, Scan, StatePairs, TensorType, scan_of
-from passes.layers import after_backward, everywhere
+from passes.layers import after_backward, everywhere, rows_along
 from passes.rules import rule_of, sum_of
-from passes.transforms.microbatch import loop_of
+from passes.transforms.microbatch import loop_of, microbatch_stacks
 from passes.transforms.stage_assignment import StageAssignment
 from passes.transforms.stage_parts import Origin
 
@@ -38,7 +38,8 @@ class LoopDrafts:
     """The stages of a step with what each computes inside the loop, `types` and `body_types` those of new values too.
 
     `stage_of` holds the stage of the step's values that belong to one; `sums` add up what several have accumulated. The
-    values of the body in `made_late` come after its backward pass has begun.
+    values of the body in `made_late` come after its backward pass has begun. `rows` says along which dimension a value
+    that is sent has the rows of a microbatch.
     """
 
     def __init__(self, graph: Graph, firsts: tuple[int, ...]) -> None:
@@ -56,6 +57,9 @@ class LoopDrafts:
         self._fill()
         sent = sorted(set[int]().union(*(draft.sent for draft in self.drafts)))
         self.stream_of = {v: self._fresh(self._stacked(v)) for v in sent}
+        stacks = microbatch_stacks(graph)
+        slices = [v for v, stack in zip(self.body.inputs, self.node.inputs, strict=True) if stack in stacks]
+        self.rows = rows_along(self.body, slices, sent)
 
     def made_anywhere(self, read: Iterable[int]) -> list[tuple[Origin, Node]]:
         """The nodes of no stage that these values of the body come from."""

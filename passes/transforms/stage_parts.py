@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -20,9 +20,9 @@ class Part:
     """A stage as a program of its own with a loop over microbatches, values numbered as in the step.
 
     Values that pass between stages are numbered after the step's values, stacked over microbatches:
-    `boundary_values[v]` is the value of the loop's body whose slices v stacks. `origins` are parallel to `graph.nodes`
-    (the loop's own is the loop), `inside` to the nodes of its body; `forward` are the body's nodes that run before the
-    backward pass.
+    `boundary_values[v]` is the value of the loop's body whose slices v stacks, and `rows[v]` the dimension of v along
+    which each microbatch has its rows, where that is known. `origins` are parallel to `graph.nodes` (the loop's own is
+    the loop), `inside` to the nodes of its body; `forward` are the body's nodes that run before the backward pass.
     """
 
     graph: Graph
@@ -30,6 +30,7 @@ class Part:
     inside: tuple[Origin, ...]
     forward: frozenset[int]
     boundary_values: Mapping[int, int]
+    rows: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @cached_property
     def loop(self) -> int:

@@ -123,6 +123,7 @@ def _around(
         inside=tuple(origin for origin, _ in inner_nodes),
         forward=_forward(loop, inner_nodes),
         boundary_values=boundary_values,
+        rows={stream_of[v]: 1 + loop.rows[v] for v in sorted(draft.received) if v in loop.rows},
     )
 
 

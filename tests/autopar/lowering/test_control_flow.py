@@ -108,6 +108,37 @@ def test_accumulated_gradients_are_reduced_once_after_the_loop():
     assert any(spec.partial for spec in scan.placement.results)
 
 
+def now_and_then(weights, turn, x):
+    """A loss that has a second part in one step of four, and nothing of it in the others."""
+
+    def layers(weights, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]) ** 2)
+
+    def loss(weights):
+        return layers(weights, x) + jax.lax.cond(turn % 4 == 0, lambda w: layers(w, -x), lambda _: 0.0, weights)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights)), turn + 1
+
+
+def test_gradients_of_a_branch_are_reduced_with_the_others():
+    """They were reduced in the branch, and those of the rest of the loss once more."""
+    wide = (jax.ShapeDtypeStruct((1024, 1024), "float32"),) * 2
+    given = wide, jax.ShapeDtypeStruct((), "int32"), jax.ShapeDtypeStruct((4096, 1024), "float32")
+    step = autopar.parallelize(now_and_then, cluster="8:a100-80g", planner=autopar.DataParallel(), donate_argnums=0)
+    assert [(c.kind, c.nbytes, c.count) for c in step.plan(*given).collectives] == [("all_reduce", 2**22, 2)]
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize(
+    "planner", [autopar.DataParallel(), slow(autopar.Zero(3)), slow(autopar.Megatron(data=4, tensor=2))]
+)
+def test_a_branch_with_sums_is_jits(planner, turn):
+    given = (array(WIDTH, WIDTH), array(WIDTH, WIDTH)), jnp.int32(turn), array(BATCH, WIDTH)
+    got, wanted = autopar.parallelize(now_and_then, planner=planner)(*given), jax.jit(now_and_then)(*given)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_a_loop_costs_its_trips():
     def loop(length):
         def fun(x):

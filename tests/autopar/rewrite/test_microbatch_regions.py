@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,11 +58,26 @@ def test_tokens_of_rows_that_are_moved_at_random_are_counted_before_the_loop(raw
                 np.testing.assert_allclose(ours, jits, rtol=1e-10, atol=1e-12)
 
 
-def test_rows_that_are_mixed_with_others_at_random_are_mixed_before_the_loop() -> None:
-    """As rows in an order that the batch gives are: neither has weights in it."""
+def at_random(x: jax.Array, key: jax.Array) -> jax.Array:
+    return x[jax.random.permutation(key, len(x))]
+
+
+def backwards(x: jax.Array, key: jax.Array) -> jax.Array:
+    return x[::-1]
+
+
+def shifted(x: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.roll(x, 1, axis=0)
+
+
+@pytest.mark.parametrize("others", [at_random, backwards, shifted])
+def test_rows_that_are_mixed_with_others_are_mixed_before_the_loop(others: Callable[..., jax.Array]) -> None:
+    """As rows in an order that the batch gives are: neither has weights in it. An order that is none of the batch's or
+    of a key's was refused.
+    """
 
     def step(w: jax.Array, x: jax.Array, key: jax.Array) -> jax.Array:
-        both = 0.7 * x + 0.3 * x[jax.random.permutation(key, len(x))]
+        both = 0.7 * x + 0.3 * others(x, key)
         return w - 0.1 * jax.grad(lambda w: jnp.tanh(both @ w).mean())(w)
 
     draws = np.random.default_rng(0)
@@ -70,3 +86,15 @@ def test_rows_that_are_mixed_with_others_at_random_are_mixed_before_the_loop() -
         for way in WAYS:
             got = autopar.parallelize(step, **way)(*arguments)
             np.testing.assert_allclose(got, jax.jit(step)(*arguments), rtol=1e-10, atol=1e-12)
+
+
+def test_what_keeps_rows_from_being_taken_in_parts_is_named() -> None:
+    """Of two halves of a batch, neither is a microbatch's."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.sum((x[:8] @ w) * (x[8:] @ w)))(w)
+
+    with pytest.raises(
+        autopar.PlanningError, match=r"needs its whole batch at once \(slice at .*test_microbatch_regions"
+    ):
+        autopar.parallelize(step, microbatches=2)(jnp.ones((8, 4)), jnp.ones((16, 8)))

@@ -77,6 +77,41 @@ def test_microbatches_change_nothing_of_how_megatron_cuts_weights():
     assert all("data" not in found[1][name] for name in weights)
 
 
+def in_time(weights: Any, batch: jax.Array) -> jax.Array:
+    """Layers of which each takes all rows of one time after the other."""
+    x = batch.swapaxes(0, 1)
+    for weight in weights:
+        x = x + jnp.tanh(x @ weight)
+    return jnp.mean(x.swapaxes(0, 1) ** 2)
+
+
+def of_samples(weights: Any, batch: jax.Array) -> jax.Array:
+    """Layers of three samples of each row, which no number of devices divides."""
+    x = batch + jax.random.normal(jax.random.key(0), (3, *batch.shape))
+    for weight in weights:
+        x = x + jnp.tanh(x @ weight)
+    return jnp.mean(jax.nn.logsumexp(x, 0) ** 2)
+
+
+@pytest.mark.parametrize(("loss", "zero"), half([in_time, of_samples], [0, 1]))
+def test_stages_take_rows_wherever_they_are(loss: Any, zero: int):
+    """What came between stages was cut along its first dimension: times were sent around, and samples refused."""
+
+    def step(weights: Any, batch: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(weights, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    draw = np.random.default_rng(0)
+    weights = [jnp.asarray(draw.normal(size=(8, 8)) / 4, jnp.float32) for _ in range(4)]
+    batch = jnp.asarray(draw.normal(size=(16, 16, 8)), jnp.float32)
+    planner = Megatron(data=4, tensor=1, pipeline=2, microbatches=2, zero=zero)
+    parallel = autopar.parallelize(step, planner=planner)
+    sent = [c for stage in parallel.plan(weights, batch).stages for c in stage.collectives]
+    assert {c.kind for c in sent} <= {"all_reduce", *(["all_gather", "reduce_scatter"] if zero else [])}
+    assert sum(c.nbytes * c.count for c in sent) < batch.nbytes / 4  # the weights once or twice, no activation
+    assert_close(parallel(weights, batch), jax.jit(step)(weights, batch), tolerance=1e-5)
+
+
 @pytest.mark.slow
 def test_what_is_tied_and_cut_over_tensor_runs():
     with jax.enable_x64(True):

@@ -10,7 +10,7 @@ import autopar
 from autopar import DataParallel
 from autopar.rewrite import step_of
 from passes.cluster import Mesh, parse_cluster
-from passes.intra_op.stacks import copies, copy_seconds
+from passes.intra_op.stacks import Copies, copies
 from passes.placement import group
 
 CLUSTER = "4:a100-80g"
@@ -34,21 +34,23 @@ def test_slices_are_copied_for_products_and_into_stacks_that_their_operator_does
     graph = step_of(traced, [WEIGHTS, BATCH]).graph
     grouping = group(graph)
     ((index, control),) = grouping.controls.items()
-    numbers = copies(control, grouping.bodies[index])
+    found = copies(control, grouping.bodies[index])
     stacked = [use.port for use in control.results if use.stacked]
     sliced = [use.port for use in control.operands if use.stacked]
     goes_on, square, product = stacked
-    assert numbers == dict.fromkeys((*sliced, goes_on, product), LAYERS)
-    assert square not in numbers
+    assert {port for port, copied in found.items() if copied.slices} == {*sliced, goes_on, product}
+    assert {port for port, copied in found.items() if copied.begun} == {goes_on, square, product}
+    assert {number for copied in found.values() for number in (copied.slices, copied.begun)} == {0, LAYERS}
 
 
-def test_a_copy_reads_and_writes_in_one_launch() -> None:
-    mesh = Mesh(axes=("x",), sizes=(4,), cluster=parse_cluster(CLUSTER))
-    device = mesh.cluster.group().device
-    assert copy_seconds(0, mesh) == device.launch_seconds
-    assert copy_seconds(1 << 30, mesh) - copy_seconds(0, mesh) == pytest.approx(
-        2 * (1 << 30) / device.achieved_bytes_per_second
-    )
+@pytest.mark.parametrize(("name", "passes"), [("a100-80g", 1), ("cpu", 2), ("tpu-v5e", 0)])
+def test_a_copy_reads_and_writes_in_one_launch_and_a_stack_begins_with_zeros(name: str, passes: int) -> None:
+    mesh = Mesh(axes=("x",), sizes=(4,), cluster=parse_cluster(f"4:{name}"))
+    device, one = mesh.cluster.group().device, Copies(slices=1)
+    assert one.seconds(0, mesh) == device.launch_seconds
+    written = (1 << 30) / device.achieved_bytes_per_second
+    assert one.seconds(1 << 30, mesh) - one.seconds(0, mesh) == pytest.approx(2 * written)
+    assert Copies(begun=3).seconds(1 << 30, mesh) == pytest.approx(3 * passes * written)
 
 
 def train_step(weights: Any, x: Any) -> Any:
@@ -75,7 +77,7 @@ def test_a_scanned_step_takes_longer_than_one_written_out() -> None:
     )
     phases = ("forward", "backward")
     spent, less = (sum(plan.computing[phase] for phase in phases) for plan in (scan, written_out))
-    weight = copy_seconds(2048 * 2048 * 4, scan.mesh)
+    weight = Copies(slices=1).seconds(2048 * 2048 * 4, scan.mesh)
     assert spent - less > 2.5 * LAYERS * weight
 
 

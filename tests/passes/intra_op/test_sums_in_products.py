@@ -39,7 +39,16 @@ def filtered(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.tanh(jnp.fft.irfft(spectrum, 2 * length, axis=1)[:, :length] @ base)
 
 
-def shapes_of(layer: Callable[..., Any]) -> list[tuple[int, int]]:
+def generated(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
+    """A long filter that a small network makes of positions, and that decays along them."""
+    first, second, decay = weights
+    positions = jnp.linspace(0.1, 1.0, x.shape[1])[:, None]
+    return filtered([jnp.sin(positions @ first) @ second * jnp.exp(-decay * positions)], base, x)
+
+
+def shapes_of(layer: Callable[..., Any]) -> list[tuple[int, ...]]:
+    if layer is generated:
+        return [(1, RANK), (RANK, WIDTH), (WIDTH,)]
     return [(LENGTH, WIDTH)] if layer is filtered else [(WIDTH, RANK), (RANK, WIDTH)]
 
 
@@ -60,12 +69,12 @@ def arguments(layer: Callable[..., Any], dtype: str = "float32") -> tuple[Any, j
     return [drawn(*shape) for shape in shapes_of(layer)], drawn(WIDTH, WIDTH), drawn(ROWS, LENGTH, WIDTH)
 
 
-LAYERS = (adapted, normalised, filtered)
+LAYERS = (adapted, normalised, filtered, generated)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_data_parallelism_reduces_what_is_updated(layer: Callable[..., Any]):
-    """It reduced the frozen weight's gradient, and the filter's spectrum."""
+    """It reduced the frozen weight's gradient, the filter's spectrum, and the filter that a network makes."""
 
     def wider(array: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct([64 * n if n == WIDTH else n for n in array.shape], array.dtype)

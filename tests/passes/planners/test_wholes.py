@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -62,3 +63,35 @@ def test_time_that_devices_do_not_divide_is_no_batch_too_small(loss: Any) -> Non
     with pytest.raises(autopar.PlanningError, match="use a batch of 24") as caught:
         planned(loss, autopar.DataParallel(), rows=20)
     assert ("put the batch first" in str(caught.value)) == (loss is over_time)
+
+
+@pytest.mark.parametrize(("rows", "are_inner"), [(2, True), (12, False), (1, False)])
+def test_views_that_lead_are_no_batch_too_small(rows: int, are_inner: bool) -> None:
+    """Of two views of 64 rows the error said no more than to use a batch of 8."""
+    with pytest.raises(autopar.PlanningError, match="do not divide its leading dimension") as caught:
+        planned(dense, autopar.DataParallel(), rows=rows)
+    assert ("put them first in what the step takes" in str(caught.value)) == are_inner
+
+
+def test_views_that_are_put_together_are_of_the_batch() -> None:
+    """Beside labelled rows: what two arguments become was computed whole on every device."""
+
+    def step(params: Any, labelled: jax.Array, weak: jax.Array, strong: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            target, made = jnp.split(jnp.tanh(jnp.concatenate([weak, strong]) @ params["in"]), 2)
+            return jnp.mean(jnp.tanh(labelled @ params["in"]) + (lax.stop_gradient(target) - made) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda p: jnp.asarray(draw.normal(size=p.shape), "float32"), PARAMS)
+    views = [jnp.asarray(draw.normal(size=(16, 16)), "float32") for _ in range(3)]
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        parallel.plan(params, *views)
+    assert not caught
+    for ours, theirs in zip(
+        jax.tree.leaves(parallel(params, *views)), jax.tree.leaves(jax.jit(step)(params, *views)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

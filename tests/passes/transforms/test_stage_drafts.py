@@ -2,7 +2,7 @@
 
 import pytest
 
-from passes.layers import adds_up, after_backward, everywhere
+from passes.layers import after_backward, everywhere, forward
 from passes.transforms.stage_assignment import StageAssignment
 from passes.transforms.stage_drafts import LoopDrafts, StepDrafts
 from passes.transforms.time_axis import AXIS, Time, whole_layout
@@ -21,7 +21,7 @@ def test_a_cotangent_never_waits_for_a_later_stage(seed: int) -> None:
         node = body.nodes[index]
         assert 0 <= at < len(firsts)
         assert all(found.made[v] == at for v in node.outputs)
-        if adds_up(node):
+        if forward.adds_up(node):
             continue
         if index not in late:
             assert firsts[at] <= index
