@@ -6,8 +6,8 @@ product; and it copies a slice out for a product, while other operators read it 
 
 Reference: the bodies of loops over the layers of a GPT that XLA compiles (jaxlib 0.10.2): for H100 32 kernels of 53
 write stacks going forward, 12 of 64 read and 12 write them going backward; for CPUs 31 of 68 write them going forward,
-8 of 77 read and 12 write them going backward. `python -m benchmarks.scanned_layers` holds steps that stack more and less
-beside each other.
+8 of 77 read and 12 write them going backward. `python -m benchmarks.scanned_layers` holds steps beside each other that
+stack more and less.
 """
 
 from __future__ import annotations
