@@ -11,6 +11,7 @@ from passes.cluster import Cluster
 from passes.errors import PlanningError
 from passes.intra_op import best, named, restrictions
 from passes.intra_op.assembly import Assembly
+from passes.intra_op.roles import Value
 from passes.intra_op.strategy_filter import StrategyFilter, restricted
 from passes.ir import Graph
 from passes.layers import stage_cuts
@@ -41,7 +42,7 @@ class _StackedCut(StrategyFilter):
 
     axis: str
 
-    def keeps_stacked(self, spec: ShardingSpec) -> bool:
+    def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
         return any(self.axis in axes for axes in spec.dims)
 
 

@@ -49,11 +49,22 @@ Classes = Mapping[int, frozenset[int]]
 """Classes of factors, by the node of their operator group."""
 
 
-def batch_classes(
+class BatchReach(NamedTuple):
+    """The `classes` of operator groups that the batch reaches, and `values`, as (`Subproblem.number`, value).
+
+    Of operator groups that it does not reach, `aligned` are the classes from which it is reached, and those of its
+    parts inside loops over it.
+    """
+
+    classes: Classes
+    aligned: Classes
+    values: frozenset[tuple[int, int]]
+
+
+def batch_reach(
     root: Subproblem, batch: Mapping[int, int], parameters: Collection[int], stored: Collection[int]
-) -> tuple[Classes, Classes]:
-    """The classes of every operator group that the batch dimension reaches through the operators' factors, and, of
-    operator groups that it does not reach, those from which it is reached and those of its parts inside loops over it.
+) -> BatchReach:
+    """The reach of the batch dimension of these inputs through the operators' factors.
 
     What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well, and
     so are rows for which a loop draws, and those that are drawn from what is `stored` in the state, as from a memory of
@@ -75,7 +86,11 @@ def batch_classes(
     on_batch = _classes_of(reached)
     parts = ways.reached(place for each in root.all() for place in _inside_parts(each, reached))
     aligned = _classes_of(ways.back().reached(reached) | parts)
-    return on_batch, {node: classes for node, classes in aligned.items() if node not in on_batch}
+    return BatchReach(
+        classes=on_batch,
+        aligned={node: classes for node, classes in aligned.items() if node not in on_batch},
+        values=frozenset(place[:2] for place in reached if isinstance(place, _Dim)),
+    )
 
 
 def a_loop_runs_over(root: Subproblem, batch: Mapping[int, int]) -> bool:

@@ -72,6 +72,10 @@ class _DataParallel(StrategyFilter):
             return self.axis in spec.dims[self.values.batch[value]]
         return not _cut(spec, self.axis)
 
+    def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
+        """Weights that a loop stacks are whole, as they were: cut, each would be gathered when it is read again."""
+        return value in self.values.on_batch or not _cut(spec, self.axis)
+
 
 def sharded_by_zero(stage: int, graph: Graph, state_pairs: StatePairs, batch: Sequence[int]) -> list[int]:
     """The inputs that ZeRO cuts: optimizer state, and in stage 3 parameters, those too that are not updated."""
@@ -126,7 +130,7 @@ class _Zero(StrategyFilter):
             return spec.dims[self.values.batch[value]] == self.mesh.axes
         return (self.root.number, value) in self.sharded or spec.is_replicated
 
-    def keeps_stacked(self, spec: ShardingSpec) -> bool:
+    def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
         """Gradients of a loop's layers are scattered one by one: all of them whole are what ZeRO is there to avoid."""
         return not spec.partial
 
@@ -230,6 +234,10 @@ class _Megatron(StrategyFilter):
 
     def keeps_port(self, value: Value, spec: ShardingSpec) -> bool:
         return value not in self.matrices or _cut(spec, self.tensor)
+
+    def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
+        is_free = not self.data or bool(self.state) or value in self.values.on_batch
+        return is_free or not _cut(spec, self.data)
 
     def nbytes(self, value: Value, spec: ShardingSpec) -> float:
         if value not in self.state:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
-from passes.intra_op.batch_reach import Classes, batch_classes
+from passes.intra_op.batch_reach import Classes, batch_reach
 from passes.ir import Graph, StatePairs, TensorType, control_of, phase
 from passes.layers import OTHERWISE, batch_inputs
 from passes.rules import rule_of
@@ -33,9 +33,10 @@ class Roles:
     the rest of what the step returns again. `weights` are parameters and their slices inside loops, with the number of
     dimensions that are their own.
 
-    `batch_classes[n]` are the classes of operator group node n on the batch. `aligned_classes[n]`, of a node off the
-    batch, are those along which its results meet it, as a mask does that is broadcast over the batch, and those along
-    which parts of the batch lie that a loop takes one after the other.
+    Values `on_batch` have a dimension that the batch goes on along. `batch_classes[n]` are the classes of operator
+    group node n on the batch. `aligned_classes[n]`, of a node off the batch, are those along which its results meet it,
+    as a mask does that is broadcast over the batch, and those along which parts of the batch lie that a loop takes one
+    after the other.
     """
 
     batch: Mapping[int, int]
@@ -44,6 +45,7 @@ class Roles:
     weights: Mapping[Value, int]
     batch_classes: Classes
     aligned_classes: Classes
+    on_batch: frozenset[Value]
 
 
 def roles(
@@ -68,8 +70,8 @@ def roles(
     parameters |= frozen(graph, assembly.state_pairs, batch)
     gradients = _types_of_gradients(graph)
     stored = {value for value in returned if graph.types[value] not in gradients}
-    on_batch, aligned = batch_classes(assembly.root, batch, parameters, stored)
-    if not batch and not on_batch and loop_of(graph) is None:
+    reach = batch_reach(assembly.root, batch, parameters, stored)
+    if not batch and not reach.classes and loop_of(graph) is None:
         rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
         remedy = f"return the state that the step updates, {OTHERWISE}, or use planner=Auto()"
         raise PlanningError(explain("data parallelism", rule, "", remedy))
@@ -78,8 +80,9 @@ def roles(
         parameters=frozenset(parameters),
         state=frozenset(returned - parameters),
         weights=_weights(assembly.root, {v: graph.types[v].rank for v in parameters}),
-        batch_classes=on_batch,
-        aligned_classes=aligned,
+        batch_classes=reach.classes,
+        aligned_classes=reach.aligned,
+        on_batch=reach.values,
     )
 
 

@@ -36,8 +36,8 @@ class StrategyFilter:
         """Whether an input of a loop's or branch's body may be in a placement."""
         return True
 
-    def keeps_stacked(self, spec: ShardingSpec) -> bool:
-        """Whether what a loop stacks may be in a placement."""
+    def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
+        """Whether what a loop stacks of a value of its body may be in a placement."""
         return True
 
     def nbytes(self, value: Value, spec: ShardingSpec) -> float:
@@ -103,7 +103,7 @@ class _Restriction:
                 for value, port in zip(body.graph.outputs, body.outputs, strict=True):
                     if join.control.ports[port].stacked:
                         where = inner.number, inner.grouping.roots.get(value, value)
-                        kept = [self.strategies.keeps_stacked(spec) for spec in join.ports[port].specs]
+                        kept = [self.strategies.keeps_stacked(where, spec) for spec in join.ports[port].specs]
                         self._keep_port(join, port, where, kept)
 
     def _keep_port(self, join: ControlJoin, port: int, where: Value, kept: Sequence[bool]) -> None:

@@ -12,7 +12,7 @@ from passes.errors import PlanningError
 from passes.intra_op import assemble
 from passes.intra_op.assembly import Subproblem, full_placements, full_target, stacked
 from passes.intra_op.axis_choices import axis_choices
-from passes.intra_op.batch_reach import a_loop_runs_over, batch_classes
+from passes.intra_op.batch_reach import a_loop_runs_over, batch_reach
 from passes.intra_op.build_problem import remade
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
@@ -239,7 +239,7 @@ def test_roles_of_a_step() -> None:
 
 def test_the_batch_reaches_the_product_and_what_is_summed_over_it() -> None:
     root = assembled().root
-    on_batch, aligned = batch_classes(root, {X: 0}, {W}, set())
+    on_batch, aligned, _ = batch_reach(root, {X: 0}, {W}, set())
     product = GROUPING.operator_group_of(GRAPH.nodes[0])
     assert product is not None
     assert root.first + product in on_batch
