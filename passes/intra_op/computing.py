@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
-from passes.intra_op.rearranging import is_turned_product, rearranging_seconds
+from passes.intra_op.rearranging import rearranging_seconds
 from passes.intra_op.roofline import local_flops, times_made
 from passes.intra_op.stacks import copies
 from passes.ir import PHASES, Body, Control, Graph, Node, Phase, phase
@@ -137,8 +137,7 @@ class _PlacedGraph:
             again = times_made([graph.types[v] for v in node.outputs]) if rule.is_product else 1
             assignment = _assignment(rule, self.placements[member])
             flops += again * local_flops(rule, assignment, self.mesh)
-            if not is_turned_product(graph, member, self.grouping.rules):
-                rearranging += rearranging_seconds(rule, [graph.types[v] for v in node.inputs], assignment, self.mesh)
+            rearranging += rearranging_seconds(rule, [graph.types[v] for v in node.inputs], assignment, self.mesh)
         if all(self.grouping.rules[member].is_layout for member in members):
             return rearranging  # a layout, as in `passes.intra_op.strategies`
         first = graph.nodes[members[0]]

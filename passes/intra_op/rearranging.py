@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 from passes.cluster import DeviceSpec, Mesh
 from passes.intra_op.roofline import batch_size, extents, pieces
-from passes.ir import Graph, TensorType
+from passes.ir import TensorType
 from passes.rules import Assignment, ShardingRule
 
 
@@ -40,25 +39,6 @@ def is_ordered(rule: ShardingRule, device: DeviceSpec) -> bool:
     if device.pixel_seconds and rule.window > 1:
         return True
     return device.product_seconds > 0 and is_one_by_one(rule)
-
-
-def is_turned_product(graph: Graph, index: int, rules: Sequence[ShardingRule]) -> bool:
-    """Whether a node puts matrices that are made for it alone in another order, their columns first: XLA has that by
-    multiplying the other way round.
-
-    Gradients of weights are such. Reference: `transpose(dot(a, b))` in XLA's AlgebraicSimplifier.
-    """
-    node = graph.nodes[index]
-    maker = graph.producers.get(node.inputs[0]) if rules[index].permutes else None
-    if maker is None or len(graph.consumers[node.inputs[0]]) > 1 or node.inputs[0] in graph.returned:
-        return False
-    product, numbers = rules[maker], graph.nodes[maker].params.get("dimension_numbers")
-    if not product.is_product or product.convolves or not isinstance(numbers, tuple):
-        return False
-    (summed, _), (side_by_side, _) = cast("tuple[tuple[Sequence[int], ...], ...]", numbers)
-    first, rank = len(side_by_side), len(product.results[0])
-    rows = len(product.operands[0]) - len(summed)
-    return node.params["permutation"] == (*range(first), *range(rows, rank), *range(first, rows))
 
 
 def is_one_by_one(rule: ShardingRule) -> bool:

@@ -24,7 +24,7 @@ from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice
 from passes.intra_op.group_walks import Signature, SizelessRule, Where
-from passes.intra_op.rearranging import is_ordered, is_turned_product, rearranging_seconds
+from passes.intra_op.rearranging import is_ordered, rearranging_seconds
 from passes.intra_op.roofline import computed_flops, has_own_rate, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.intra_op.sums_in_products import summed_operand
@@ -68,15 +68,14 @@ class Table:
     seconds: Floats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """A primitive by name with its rule and the types that it is applied to; a product's transpose may cost nothing."""
+    """A primitive by name with its rule and the types that it is applied to."""
 
     primitive: str
     rule: ShardingRule
     reads: Types
     writes: Types
-    is_turned_product: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +118,13 @@ class Tabulator:
 
     def operators(self, graph: Graph, grouping: Grouping) -> list[int]:
         """The operator number of every node; nodes that share a rule have one operator."""
-        numbers: dict[tuple[int, bool], int] = {}
-        keys = [(id(rule), is_turned_product(graph, i, grouping.rules)) for i, rule in enumerate(grouping.rules)]
-        for node, rule, key in zip(graph.nodes, grouping.rules, keys, strict=True):
-            if key not in numbers:
+        numbers: dict[int, int] = {}
+        for node, rule in zip(graph.nodes, grouping.rules, strict=True):
+            if id(rule) not in numbers:
                 reads, writes = (tuple([graph.types[v] for v in values]) for values in (node.inputs, node.outputs))
-                numbers[key] = self._number(Operator(node.primitive, rule, reads, writes, key[1]))
-        return [numbers[key] for key in keys]
+                operator = Operator(primitive=node.primitive, rule=rule, reads=reads, writes=writes)
+                numbers[id(rule)] = self._number(operator)
+        return [numbers[id(rule)] for rule in grouping.rules]
 
     def table(self, signature: GroupSignature, source: str) -> Table:
         """The table of an operator group of this signature. Raises NoLegalPlanError, naming its `source`, for none."""
@@ -279,7 +278,7 @@ class _Pricing:
         mesh, total = self.tabulator.mesh, np.zeros(len(self.space.axis_choices))
         device = mesh.cluster.group().device
         for position, member in enumerate(self.members):
-            if is_ordered(member.rule, device) and not member.is_turned_product:
+            if is_ordered(member.rule, device):
                 total += self._of_assignments(
                     position, partial(rearranging_seconds, member.rule, member.reads, mesh=mesh)
                 )

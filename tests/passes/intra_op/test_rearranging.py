@@ -9,7 +9,7 @@ import pytest
 import autopar
 from passes.cluster import Cluster, Mesh, parse_cluster
 from passes.intra_op.computing import compute_seconds
-from passes.intra_op.rearranging import is_one_by_one, is_turned_product, rearranged, rearranging_seconds
+from passes.intra_op.rearranging import is_one_by_one, rearranged, rearranging_seconds
 from passes.ir import Graph, Node, TensorType
 from passes.placement import Layout, Placement, group
 from passes.rules import rule_of
@@ -62,41 +62,6 @@ HEADS = product((2, 16, 4, 8), (2, 16, 4, 8), (2, 4, 16, 16), ((3,), (3,)), ((0,
 )
 def test_what_is_taken_in_another_order(graph, operands):
     assert rearranged(rule_of(graph.nodes[0], graph)) == operands
-
-
-@pytest.mark.parametrize(
-    ("function", "shapes", "is_turned"),
-    [
-        (lambda x, y: jnp.einsum("nk,nm->km", x, y).T, ((16, 8), (16, 4)), True),
-        (lambda x, y: jnp.einsum("egk,egm->ekm", x, y).swapaxes(1, 2), ((2, 16, 8), (2, 16, 4)), True),
-        (lambda x, y: jnp.einsum("nk,nhd->khd", x, y).transpose(1, 2, 0), ((16, 8), (16, 4, 2)), True),
-        (lambda x, y: jnp.einsum("nk,nhd->khd", x, y).transpose(1, 0, 2), ((16, 8), (16, 4, 2)), False),
-        (lambda x, y: jnp.einsum("bqd,bkd->bqk", x, y).swapaxes(0, 1), ((2, 16, 8), (2, 4, 8)), False),
-        (lambda x, y: (z := x @ y).T + jnp.sum(z), ((16, 8), (8, 4)), False),
-        (lambda x, y: (x @ x.T).T @ y.T, ((16, 8), (4, 16)), True),
-        (lambda x, y: (x + y).T, ((16, 8), (16, 8)), False),
-    ],
-    ids=["columns first", "experts", "heads first", "between heads", "batch inside", "two readers", "square", "a sum"],
-)
-def test_a_transpose_of_a_product_multiplies_the_other_way_round(function, shapes, is_turned):
-    given = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    graph = autopar.parallelize(function).trace(*given).graph
-    rules = [rule_of(node, graph) for node in graph.nodes]
-    assert any(is_turned_product(graph, index, rules) for index in range(len(rules))) == is_turned
-
-
-def test_gradients_of_weights_are_not_charged_for_their_order():
-    def train_step(weight, x):
-        return weight - 0.1 * jax.grad(lambda weight: jnp.sum(jnp.tanh(x @ weight)))(weight)
-
-    given = jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((128, 64), "float32")
-    plans = [
-        autopar.parallelize(train_step, cluster=cluster(rate), planner=planner).plan(*given)
-        for planner in (autopar.DataParallel(), autopar.Auto(max_axes=1))
-        for rate in (0.0, RATE)
-    ]
-    for free, charged in zip(plans[::2], plans[1::2], strict=True):
-        assert charged.seconds["compute"] == pytest.approx(free.seconds["compute"])
 
 
 def test_each_device_rearranges_its_pieces():

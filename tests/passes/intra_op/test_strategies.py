@@ -113,7 +113,7 @@ def test_operators_of_two_names_are_told_apart():
     numbers = tabulator.operators(graph, grouping)
     assert len(set(numbers)) == len(graph.nodes)
     assert numbers == tabulator.operators(graph, group(graph))
-    assert len({Operator(n, grouping.rules[3], (), (), False) for n in ("sub", "add")}) == 2
+    assert len({Operator(primitive=n, rule=grouping.rules[3], reads=(), writes=()) for n in ("sub", "add")}) == 2
 
 
 def test_what_is_kept_with_a_resharder_is_made_once():
