@@ -91,8 +91,8 @@ def test_weights_that_a_loop_stacks_stay_whole_under_data_parallelism():
 
     def loss(weight: jax.Array, x: jax.Array) -> jax.Array:
         layers = jnp.stack([weight, weight + 1])
-        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w.T, None), x, layers)[0] ** 2)
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w.T), None), x, layers)[0] ** 2)
 
-    given = jax.ShapeDtypeStruct((32, 256), "float32"), jax.ShapeDtypeStruct((8, 64, 32), "float32")
+    given = jax.ShapeDtypeStruct((128, 512), "float32"), jax.ShapeDtypeStruct((8, 16, 128), "float32")
     plan = autopar.parallelize(jax.grad(loss), cluster="8:cpu", planner=autopar.DataParallel()).plan(*given)
-    assert {each.kind for each in plan.collectives} <= {"all_reduce", "reduce_scatter"}
+    assert {each.kind for each in plan.collectives} == {"reduce_scatter"}
