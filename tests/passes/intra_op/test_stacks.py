@@ -43,7 +43,7 @@ def test_slices_are_copied_for_products_and_into_stacks_that_their_operator_does
     assert {number for copied in found.values() for number in (copied.slices, copied.begun)} == {0, LAYERS}
 
 
-@pytest.mark.parametrize(("name", "passes"), [("a100-80g", 1), ("cpu", 2), ("tpu-v5e", 0)])
+@pytest.mark.parametrize(("name", "passes"), [("a100-80g", 0), ("cpu", 2), ("tpu-v5e", 0)])
 def test_a_copy_reads_and_writes_in_one_launch_and_a_stack_begins_with_zeros(name: str, passes: int) -> None:
     mesh = Mesh(axes=("x",), sizes=(4,), cluster=parse_cluster(f"4:{name}"))
     device, one = mesh.cluster.group().device, Copies(slices=1)
