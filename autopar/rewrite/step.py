@@ -74,7 +74,7 @@ def step_of(
     kept: tuple[Kept, ...] = ()
     if remat is not None:
         kept = kept_of((remat,) * layering(traced.graph).count if isinstance(remat, str) else remat)
-        if not kept and remat != "everything":
+        if not kept and isinstance(remat, str) and remat != "everything":
             rule = "nothing is computed again: no layers are found that go forward and backward, or several loops do"
             warnings.warn(explain(f"remat={remat!r}", rule, "", "leave it out, or write jax.checkpoint"), stacklevel=6)
     traced = recomputed(traced, kept) if kept else traced

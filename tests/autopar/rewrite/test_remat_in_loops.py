@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -108,6 +109,8 @@ def test_two_such_loops_have_no_layers_which_is_said():
         plan = parallel.plan(*arguments("float32"))
     assert not plan.remat
     assert caught[0].filename == __file__
+    with warnings.catch_warnings(action="error"):
+        assert not autopar.parallelize(step, planner=autopar.DataParallel(), remat=()).plan(*arguments("float32")).remat
 
 
 def test_layers_of_the_step_itself_come_first():
