@@ -57,19 +57,15 @@ def _cheapest(trials: VariantTrials) -> Plan:
 
 def _within_limit(trials: VariantTrials) -> Plan:
     """The cheapest plan that fits, where the cheapest of all does not."""
-    refused: PlanningError | None = None
     for attempt in _ordered(trials):
         try:
             step = trials.step.variant(attempt.variant)
-        except PlanningError as error:
-            refused = refused or error
+        except PlanningError:  # the step has no such variant
             continue
         trial = trials.planned_freely(attempt.variant, step)
         trials.note(trial)
         if not (attempt.may_wait and trials.put_in_line(trial)):
             trials.take(trial)
-    if not trials.planned and refused is not None:
-        raise refused
     trials.best = _with_more_kept(trials, _fitting(trials))
     others = [alternative for alternative in trials.alternatives if alternative.seconds != trials.best.step_seconds]
     has_forms = trials.offloads or trials.step.layers > 0 or len(trials.step.counts) > 1
