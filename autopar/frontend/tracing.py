@@ -16,9 +16,11 @@ from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
 from autopar.frontend.arguments import Names, Positions, Signature, signature_of, traceable
 from autopar.frontend.devices import named_devices
-from autopar.frontend.flattening import Equation, flatten
+from autopar.frontend.flattening import Body, Equation, flatten
+from autopar.frontend.joined_batches import joined_batches
 from autopar.frontend.placements import Devices, Placed, placement_of, specified
 from autopar.frontend.primitives import type_of, without_dead_code
+from autopar.frontend.regrouping import regrouped
 from autopar.frontend.row_loops import RowLoops
 from autopar.frontend.state_pairing import state_pairs
 from autopar.jax_compat import PyTreeDef
@@ -84,7 +86,8 @@ def trace(
 ) -> Traced:
     """The program of `fun(*args, **kwargs)`, from the types of its arguments alone; the options are `parallelize`'s,
     `jit` are `jax.jit`'s. Flat arguments come `placed` in these shardings where nothing else is said of them. A loop
-    over the rows of the batch, each by itself, runs over so many `parts` of them at once.
+    over the rows of the batch, each by itself, runs over so many `parts` of them at once; where there are several,
+    batches that are joined lie in groups.
 
     Raises ArgumentError for an argument that is no array or an unhashable static one, UnsupportedError for an operation
     that no plan can keep, and whatever `fun` or `jax.jit` raise.
@@ -106,9 +109,7 @@ def trace(
     flattened = partial(flatten, live, input_names=names, output_names=_output_names(out_tree), out_shardings=outputs)
     body = flattened()
     pairs = state_pairs(body.graph, in_tree, out_tree, donated)
-    if row_loops := loops_over_batch(body.graph, pairs, named):
-        loops = tuple((body.equations[i].params, unchanged) for i, unchanged in row_loops.items())
-        body = flattened(row_loops=RowLoops(loops, parts()))
+    body = _by_rows(body, flattened, pairs, named, parts)
     graph, kept_pairs = _pinned(body.graph, pairs, inputs, outputs, signature.source)
     _warn_of_nothing(graph, signature)
     around = [
@@ -131,6 +132,19 @@ def trace(
         devices=named_devices(traced.jaxpr, around, mesh, signature.source),
         options=JitOptions(**{field.name: jit[field.name] for field in fields(JitOptions) if field.name in jit}),
     )
+
+
+def _by_rows(
+    body: Body, flattened: Callable[..., Body], pairs: StatePairs, named: Sequence[bool], parts: Callable[[], int]
+) -> Body:
+    """The program with the rows of the batch in such order that each device needs its own alone: loops over rows are
+    flattened anew, side by side, and batches that are joined are joined in groups.
+    """
+    if row_loops := loops_over_batch(body.graph, pairs, named):
+        loops = tuple((body.equations[i].params, unchanged) for i, unchanged in row_loops.items())
+        body = flattened(row_loops=RowLoops(loops, parts()))
+    changes = joined_batches(body.graph, pairs, named) if parts() > 1 else None
+    return regrouped(body, changes) if changes else body
 
 
 def _pinned(graph: Graph, pairs: StatePairs, inputs: Placed, outputs: Placed, source: str) -> tuple[Graph, StatePairs]:

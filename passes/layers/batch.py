@@ -8,13 +8,14 @@ vector of learning rates has one that leads nowhere.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
-from passes.ir import Control, Graph, Node, PortUse, StatePairs, control_of, phase, scan_of
-from passes.rules import ShardingRule, rules_of
+from passes.ir import Graph, Node, StatePairs, control_of, scan_of
+from passes.layers.dims import Dims, stands_alone
+from passes.rules import rules_of
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
 """The remedy where something else was taken for the batch."""
@@ -92,8 +93,8 @@ def rows_along(graph: Graph, batch: Collection[int], values: Collection[int]) ->
     """The dimension of each value along which it has the rows that `batch` inputs have along their first; what has no
     rows, or not along one dimension alone, is left out.
     """
-    dims = _Dims()
-    firsts = dims.enter(graph)
+    dims = Dims()
+    firsts = dims.enter(graph).firsts
     heads = {dims.root(firsts[value]) for value in batch if graph.types[value].rank}
     ranks = {value: graph.types[value].rank for value in values}
     along = {v: [d for d in range(rank) if dims.root(firsts[v] + d) in heads] for v, rank in ranks.items()}
@@ -110,23 +111,11 @@ def loops_over_batch(
     """
     if not any(stands_alone(node) for node in graph.nodes):
         return {}
-    dims = _Dims()
-    firsts = dims.enter(graph)
+    dims = Dims()
+    firsts = dims.enter(graph).firsts
     batch = {dims.root(firsts[graph.inputs[i]]) for i in batch_inputs(graph, state_pairs, named)}
     ours = (i for i, trip in dims.trips.items() if dims.root(trip) in batch and not _is_a_step(graph.nodes[i], graph))
     return {i: _unchanged(graph.nodes[i]) for i in ours}
-
-
-def stands_alone(node: Node) -> bool:
-    """Whether a node is a loop over slices whose iterations need nothing of each other: all that they carry are sums of
-    what each of them adds, and what none of them changes.
-    """
-    if (scan := scan_of(node)) is None or len(node.inputs) == scan.fixed:
-        return False
-    (body,) = node.subgraphs
-    ends = body.outputs[: scan.carries]
-    carries = zip(body.inputs[scan.constants :], ends, strict=False)
-    return all(begin == end or _is_summed(body, begin, end) for begin, end in carries)
 
 
 def _unchanged(node: Node) -> tuple[bool, ...]:
@@ -136,46 +125,10 @@ def _unchanged(node: Node) -> tuple[bool, ...]:
     return tuple(begin == end for begin, end in zip(begins, body.outputs, strict=False))
 
 
-def _is_summed(body: Graph, value: int, end: int) -> bool:
-    """Whether nothing is done with a value that a body takes but to add to it what is returned at the `end`."""
-    rules = rules_of(body)
-    while value != end:
-        readers = body.consumers.get(value, ())
-        if len(readers) != 1 or value in body.outputs:
-            return False
-        node, rule = body.nodes[readers[0]], rules[readers[0]]
-        is_same = rule.casts and body.types[value] == body.types[node.outputs[0]]
-        is_first = rule.accumulates or node.inputs[0] == value  # the second operand of a difference is not added
-        if not is_same and not (rule.sums and is_first and node.inputs.count(value) == 1):
-            return False
-        (value,) = node.outputs
-    return not body.consumers.get(end) and body.outputs.count(end) == 1
-
-
 def _is_a_step(node: Node, graph: Graph) -> bool:
     """Whether a loop's body has a forward and a backward pass."""
     control = control_of(node, graph)
     return control is not None and any(body.is_step for body in control.bodies)
-
-
-def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tuple[int, int]]:
-    """(a dimension of a node's operand, that of its result which goes on) where the node splits the first off for a
-    loop to run over: a batch in parts, whose gradients are added up by hand.
-    """
-    for reader in graph.consumers.get(node.outputs[0], ()) if rule.splits else ():
-        control = control_of(graph.nodes[reader], graph)
-        port_uses = zip(graph.nodes[reader].inputs, control.operands, strict=True) if control else ()
-        if any(use.stacked for value, use in port_uses if value == node.outputs[0]):
-            yield from rule.splits
-
-
-def _put_together(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[int]:
-    """The inputs whose rows a node puts together with as many others: two views of a batch that go through one network
-    at once.
-    """
-    rows = [graph.types[value].shape[:1] for value in node.inputs]
-    if (0, 0, 0) in rule.moves and len(rows) > 1 and rows.count(rows[0]) == len(rows):
-        yield from (value for value in node.inputs if value in graph.inputs)
 
 
 def has_rows(graph: Graph, position: int) -> bool:
@@ -209,8 +162,8 @@ class _Along:
     def of(cls, graph: Graph, candidates: Sequence[int], *, single: bool = False) -> _Along:
         """The classes along the dimensions of the inputs at these positions; of a `single` element only if asked
         for."""
-        dims = _Dims(single=single)
-        firsts = dims.enter(graph)
+        dims = Dims(single=single)
+        firsts = dims.enter(graph).firsts
         classes = {v: [dims.root(firsts[v] + d) for d in range(graph.types[v].rank)] for v in graph.inputs}
         return cls(
             dims={i: classes[graph.inputs[i]] for i in candidates},
@@ -253,140 +206,3 @@ class _Along:
                 batch.add(heads[i])
                 extents.add(rows[i])
         return batch
-
-
-@dataclass(slots=True)
-class _Dims:
-    """The dimensions of all values, those of bodies included, by number, in classes of those that are cut together;
-    of a `single` element, which nothing cuts, only if asked for.
-    """
-
-    single: bool = False
-    parents: list[int] = field(default_factory=list[int])
-    nodes: list[tuple[float, bool, list[int], list[int]]] = field(default_factory=list)
-    """Each operator: its flops, whether it is of the forward pass, its dimensions kept and those summed up."""
-    trips: dict[int, int] = field(default_factory=dict[int, int])
-    """The dimension that a loop of the program runs over, by its node, where its iterations stand alone."""
-
-    def enter(self, graph: Graph, times: float = 1.0, around: tuple[int, ...] | None = None) -> list[int]:
-        """The number of the first dimension of each value of a graph that runs so many times, all of it followed.
-
-        It runs for every element along the dimensions of the loops `around` it; the program itself has None.
-        """
-        firsts = self._numbered([type.rank for type in graph.types])
-        for index, (node, rule) in enumerate(zip(graph.nodes, rules_of(graph), strict=True)):
-            if (control := control_of(node, graph)) is not None:
-                trips = self._enter_control(graph, node, control, firsts, times, around or ())
-                if trips and around is None:
-                    self.trips[index] = trips[0]
-            elif rule.alias:
-                for before, after in zip(node.inputs, node.outputs, strict=True):
-                    self._hang(firsts[before], graph.types[before].rank, firsts, PortUse(port=after))
-            else:
-                for value in _put_together(graph, node, rule) if around is None else ():
-                    self._join(firsts[value], firsts[node.outputs[0]])
-                kept, summed = self._enter_operator(graph, node, rule, firsts)
-                self.nodes.append((times * rule.flops, phase(node) == "forward", [*kept, *(around or ())], summed))
-        return firsts
-
-    def _enter_control(
-        self, graph: Graph, node: Node, control: Control, firsts: Sequence[int], times: float, around: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """The dimension that a loop runs over, if its iterations stand alone; all of its or a branch's bodies followed.
-
-        Dimensions of values on either side of a port are cut together.
-        """
-        ports = self._numbered([port.type.rank for port in control.ports])
-        port_uses = (
-            *zip(node.inputs, control.operands, strict=True),
-            *zip(node.outputs, control.results, strict=True),
-        )
-        for value, port_use in port_uses:
-            self._hang(firsts[value], graph.types[value].rank, ports, port_use)
-        trips = self._trips(node, control, firsts)
-        for body in control.bodies:
-            inside = self.enter(body.graph, times * body.trips * body.share, (*around, *trips))
-            with_ports = (
-                *zip(body.graph.inputs, body.inputs, strict=True),
-                *zip(body.graph.outputs, body.outputs, strict=True),
-            )
-            for value, port in with_ports:
-                self._hang(inside[value], body.graph.types[value].rank, ports, PortUse(port=port))
-        return trips
-
-    def _enter_operator(
-        self, graph: Graph, node: Node, rule: ShardingRule, firsts: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """The dimensions that an operator keeps, and those that it sums up; operands' are cut with results'."""
-        read, made = [firsts[v] for v in node.inputs], [firsts[v] for v in node.outputs]
-        apart = list(split_for_loop(graph, node, rule))
-        for before, after in apart:
-            self._join(read[0] + before, made[0] + after)
-        kept, summed = self._follow(rule, read, made, {rule.operands[0][before] for before, _ in apart})
-        if self.single and rule.single is not None:
-            more = self._follow(rule.single, read, made, ())
-            kept, summed = kept + more[0], summed + more[1]
-        return kept, summed
-
-    def _trips(self, node: Node, control: Control, firsts: Sequence[int]) -> tuple[int, ...]:
-        """The dimension that a loop runs over, where its iterations stand alone: that of all its slices."""
-        if not stands_alone(node):
-            return ()
-        sides = (
-            *zip(node.inputs, control.operands, strict=True),
-            *zip(node.outputs, control.results, strict=True),
-        )
-        first, *others = (firsts[value] for value, port_use in sides if port_use.stacked)
-        for other in others:
-            self._join(first, other)
-        return (first,)
-
-    def _numbered(self, ranks: Sequence[int]) -> list[int]:
-        firsts: list[int] = []
-        for rank in ranks:
-            firsts.append(len(self.parents))
-            self.parents.extend(range(len(self.parents), len(self.parents) + rank))
-        return firsts
-
-    def _hang(self, first: int, rank: int, ports: Sequence[int], port_use: PortUse) -> None:
-        """Joins the dimensions of a value with those of the port that it hangs on."""
-        for dim in range(int(port_use.stacked), rank):
-            self._join(first + dim, ports[port_use.port] + dim - port_use.stacked)
-
-    def _follow(
-        self, rule: ShardingRule, read: Sequence[int], made: Sequence[int], apart: Collection[int]
-    ) -> tuple[list[int], list[int]]:
-        """(the dimensions that an operator keeps, those that it sums up), one of each factor, joined with the rest.
-
-        Factors `apart` are split, and go on as another one.
-        """
-        by_factor: dict[int, int] = {}
-        for firsts, sides in ((made, rule.results), (read, rule.operands)):
-            for first, factors in zip(firsts, sides, strict=True):
-                for dim, factor in enumerate(factors):
-                    if factor >= 0 and factor not in apart:
-                        self._join(first + dim, by_factor.setdefault(factor, first + dim))
-        kept = {factor for factors in rule.results for factor in factors} - {-1}
-        return [by_factor[f] for f in kept if f in by_factor], [by_factor[f] for f in by_factor if f not in kept]
-
-    def _join(self, a: int, b: int) -> None:
-        self.parents[self.root(a)] = self.root(b)
-
-    def root(self, dim: int) -> int:
-        """The dimension that stands for the class of this one."""
-        while self.parents[dim] != dim:
-            self.parents[dim] = self.parents[self.parents[dim]]
-            dim = self.parents[dim]
-        return dim
-
-    def works(self) -> list[tuple[float, set[int], set[int]]]:
-        """(the flops of each operator, of the forward pass if there is one, the classes that it keeps and sums up none
-        of, those that it sums up).
-        """
-        return list(self._works(any(is_forward for _, is_forward, _, _ in self.nodes)))
-
-    def _works(self, forward: bool) -> Iterator[tuple[float, set[int], set[int]]]:
-        for flops, is_forward, kept, summed in self.nodes:
-            if is_forward or not forward:
-                gone = set(map(self.root, summed))
-                yield flops, set(map(self.root, kept)) - gone, gone

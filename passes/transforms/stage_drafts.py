@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from passes.errors import InternalError
 from passes.ir import Graph, Node, Scan, StatePairs, TensorType, scan_of
-from passes.layers import after_backward, everywhere, rows_along
+from passes.layers import forward, rows_along
 from passes.rules import rule_of, sum_of
 from passes.transforms.microbatch import loop_of, microbatch_stacks
 from passes.transforms.stage_assignment import StageAssignment
@@ -47,7 +47,7 @@ class LoopDrafts:
         self.loop, self.node, self.scan = _loop(graph)
         self.body = self.node.subgraphs[0]
         self.types, self.body_types = list(graph.types), list(self.body.types)
-        self.late, self.anywhere = after_backward(self.body), everywhere(self.body)
+        self.late, self.anywhere = forward.after_backward(self.body), forward.everywhere(self.body)
         self.made_late = {v for i in self.late for v in self.body.nodes[i].outputs}
         assignment = StageAssignment(body=self.body, firsts=firsts, late=self.late, anywhere=self.anywhere)
         self.stage, self.made = assignment.stage, assignment.made

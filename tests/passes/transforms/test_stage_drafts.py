@@ -2,7 +2,7 @@
 
 import pytest
 
-from passes.layers import after_backward, everywhere, forward
+from passes.layers import forward
 from passes.transforms.stage_assignment import StageAssignment
 from passes.transforms.stage_drafts import LoopDrafts, StepDrafts
 from passes.transforms.time_axis import AXIS, Time, whole_layout
@@ -14,7 +14,7 @@ SEEDS = range(20)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_cotangent_never_waits_for_a_later_stage(seed: int) -> None:
     _, body, firsts, _ = made(seed)
-    late, anywhere = after_backward(body), everywhere(body)
+    late, anywhere = forward.after_backward(body), forward.everywhere(body)
     found = StageAssignment(body=body, firsts=firsts, late=late, anywhere=anywhere)
     assert found.stage.keys() == set(range(len(body.nodes))) - anywhere
     for index, at in found.stage.items():
