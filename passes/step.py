@@ -101,6 +101,10 @@ class Step:
             for part in cut.parts
         )
 
+    def keeping(self, kept: Kept) -> Step:
+        """The step of which each layer keeps that for its backward pass, in all variants, where that may be chosen."""
+        return self
+
     def variant(self, variant: Variant) -> Step:
         """The step computed so, whichever variant this is. Raises PlanningError where it has no such variant."""
         count = variant.microbatches or self.chosen.microbatches
@@ -141,6 +145,9 @@ class FusedStep(Step):
     @property
     def has_stacks(self) -> bool:
         return self.written.has_stacks
+
+    def keeping(self, kept: Kept) -> FusedStep:
+        return FusedStep.of(self.written.keeping(kept))
 
     def variant(self, variant: Variant) -> FusedStep:
         return FusedStep.of(self.written.variant(variant))

@@ -55,6 +55,13 @@ class TracedStep(Step):
         """The flat arguments of the step as it was written."""
         return self.family.structs
 
+    def keeping(self, kept: Kept) -> TracedStep:
+        family = self.family
+        if not family.layers:
+            return self
+        structs, coupling, microbatches = family.structs, family.coupling, family.microbatches
+        return step_of(family.traced, structs, coupling=coupling, microbatches=microbatches, remat=kept)
+
     def variant(self, variant: Variant) -> TracedStep:
         return self.family.made(variant)
 

@@ -6,11 +6,13 @@ from passes.pipeline.search import StagedSearch
 from passes.pipeline.segments import reduced, subgraph_of, value_specs
 from passes.pipeline.shapes import Limits
 from passes.pipeline.step_blocks import Sample
+from passes.pipeline.variants import StagedVariants
 
 __all__ = [
     "Limits",
     "Sample",
     "StagedSearch",
+    "StagedVariants",
     "body_of",
     "check_submeshes",
     "layered",

@@ -47,6 +47,7 @@ class DraftSearch:
     megatron_table: Callable[[int, int], StageCostTable]
     unfit: Set[object] = frozenset()
     best: float = math.inf
+    is_bound: bool = False
     drafts: list[Draft] = field(default_factory=list[Draft])
     _seen: set[object] = field(default_factory=set[object])
 
@@ -85,6 +86,7 @@ class DraftSearch:
             most = self.most_nbytes(shape)
             fitting = tuple(name for name in names if self.least_nbytes(shape, count, name) <= most)
             likely = self._expected_to_fit(shape, self.table, count, fitting)
+            self.is_bound |= len(likely) < len(names)
             if not (likely or any(self._megatron_tables(shape, count, fitting))) or not self.has(count):
                 continue
             least = self._bound(shape, count, names)
@@ -99,6 +101,7 @@ class DraftSearch:
                 over |= {draft.schedule: draft.seconds for draft in drafts or () if draft.excess(self.limits) > 1}
                 for draft in drafts or ():
                     self.take(draft)
+                    self.is_bound |= draft.excess(self.limits) > 1
             self._add_megatron(shape, count, over)
 
     def _add_megatron(self, shape: Shape, count: int, over: Mapping[str, float]) -> None:

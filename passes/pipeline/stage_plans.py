@@ -69,7 +69,7 @@ class StagePlans:
             if plans is None:
                 break
             made = assemble_pipeline(*about, plans, draft.schedule, shape.chunks, self._costs)
-            scheduled = self._scheduled(made)
+            scheduled = self._scheduled(made.of_variant(step.chosen))
             best = min((best, *scheduled) if best else scheduled, key=partial(_order, limit))
             smallest = min(scheduled, key=lambda plan: plan.peak_nbytes)
             if not limit < smallest.peak_nbytes <= NEARLY * limit:

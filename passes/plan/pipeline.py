@@ -33,7 +33,7 @@ from passes.plan.reading import SCHEMA
 from passes.sharding import replicated
 from passes.step import MOST_CHUNKS, Step, Variant
 from passes.text import Column, Table, quantities
-from passes.transforms import Stages, cut
+from passes.transforms import Stages, cut, kept_of
 
 SomePlan = TypeVar("SomePlan", bound="PipelinePlan")
 
@@ -44,7 +44,8 @@ class PipelinePlan(AnyPlan):
 
     `stages[k]` plans stage k, which begins at the loop body's forward node `firsts[k]`, on the devices from
     `offsets[k]`; every submesh has `chunks` stages in turn. `costs` are the stages' seconds and bytes, `transfers` the
-    seconds between neighbours.
+    seconds between neighbours. `remat` is what each layer of the step keeps for the backward pass, empty for the step
+    as it was written.
     """
 
     fingerprint: str
@@ -60,6 +61,7 @@ class PipelinePlan(AnyPlan):
     sent_nbytes: tuple[int, ...]
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
+    remat: tuple[str, ...] = ()
     met: tuple[Alternative, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride] # a property of others
 
     @cached_property
@@ -100,10 +102,10 @@ class PipelinePlan(AnyPlan):
         return replace(self, cluster=cluster, stages=tuple(stage.on(cluster) for stage in self.stages))
 
     def variant(self, stages: int = 0) -> Variant:
-        return Variant(microbatches=self.microbatches, stages=stages or len(self.stages))
+        return Variant(microbatches=self.microbatches, kept=kept_of(self.remat), stages=stages or len(self.stages))
 
     def of_variant(self, variant: Variant) -> Self:
-        return self
+        return replace(self, remat=variant.kept)
 
     def step_of(self, step: Step) -> Step:
         """The variant of a step that it is of, by its fingerprint; if there is none, one for its stages.
@@ -132,6 +134,7 @@ class PipelinePlan(AnyPlan):
             "chunks": f"{self.chunks}",
             "cut before": ", ".join(f"node {first}" for first in self.firsts[1:]),
             "bubble": quantities.share(self.bubble, 1),
+            "recomputation": plan_text.kept(self.remat),
         }
 
     @property
@@ -207,26 +210,7 @@ class PipelinePlan(AnyPlan):
 
     def to_json(self) -> dict[str, object]:
         """The plan as JSON data; `from_json` gives an equal plan back."""
-        return {
-            "autopar": plan_json.version(),
-            "schema": SCHEMA,
-            "fingerprint": self.fingerprint,
-            "cluster": self.cluster.to_json(),
-            "pipeline": {
-                "planner": self.planner,
-                "schedule": self.schedule_name,
-                "chunks": self.chunks,
-                "microbatches": self.microbatches,
-                "firsts": list(self.firsts),
-                "sent_nbytes": list(self.sent_nbytes),
-                **account.alternatives_to_json(self.met),
-            },
-            "input_names": list(self.input_names),
-            "output_names": list(self.output_names),
-            "costs": [asdict(cost) for cost in self.costs],
-            "transfers": [asdict(transfer) for transfer in self.transfers],
-            "stages": [plan.to_json() for plan in self.stages],
-        }
+        return _as_json(self)
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -273,6 +257,7 @@ def _header(plan: PipelinePlan) -> Table:
         "microbatches": f"{plan.microbatches:,}",
         "step": quantities.seconds(plan.step_seconds),
         "bubble": quantities.share(plan.bubble, 1),
+        **({"recomputation": plan_text.kept(plan.remat)} if plan.remat else {}),
     }
     columns = (Column(heading=""), Column(heading="", flexible=True))
     stale = any(stage.is_stale for stage in plan.stages)
@@ -330,6 +315,31 @@ def _verify(plan: PipelinePlan) -> None:
     plan.schedule.verify()
 
 
+def _as_json(plan: PipelinePlan) -> dict[str, object]:
+    """The plan as JSON data, which `_read` reads."""
+    return {
+        "autopar": plan_json.version(),
+        "schema": SCHEMA,
+        "fingerprint": plan.fingerprint,
+        "cluster": plan.cluster.to_json(),
+        "pipeline": {
+            "planner": plan.planner,
+            "schedule": plan.schedule_name,
+            "chunks": plan.chunks,
+            "microbatches": plan.microbatches,
+            "firsts": list(plan.firsts),
+            "sent_nbytes": list(plan.sent_nbytes),
+            **({"remat": list(plan.remat)} if plan.remat else {}),
+            **account.alternatives_to_json(plan.met),
+        },
+        "input_names": list(plan.input_names),
+        "output_names": list(plan.output_names),
+        "costs": [asdict(cost) for cost in plan.costs],
+        "transfers": [asdict(transfer) for transfer in plan.transfers],
+        "stages": [stage.to_json() for stage in plan.stages],
+    }
+
+
 def _read(kind: type[SomePlan], data: object) -> SomePlan:
     """The plan that JSON data describe."""
     read = plan_json.as_object(data, "the plan")
@@ -342,8 +352,8 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
     def numbers(fields: Fields, name: str) -> tuple[int, ...]:
         return tuple(plan_json.as_int(x, f"{name}[{i}]") for i, x in enumerate(fields.list(name)))
 
-    def texts(name: str) -> tuple[str, ...]:
-        return tuple(plan_json.as_text(x, f"{name}[{i}]") for i, x in enumerate(read.list(name)))
+    def texts(fields: Fields, name: str) -> tuple[str, ...]:
+        return tuple(plan_json.as_text(x, f"{name}[{i}]") for i, x in enumerate(fields.list(name)))
 
     plan = kind(
         fingerprint=read.text("fingerprint"),
@@ -357,8 +367,9 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
         costs=account.stage_costs_from_json(read.list("costs")),
         transfers=account.transfers_from_json(read.list("transfers")),
         sent_nbytes=numbers(how, "sent_nbytes"),
-        input_names=texts("input_names"),
-        output_names=texts("output_names"),
+        input_names=texts(read, "input_names"),
+        output_names=texts(read, "output_names"),
+        remat=texts(how, "remat") if "remat" in how.data else (),
         met=account.alternatives_from_json(how),
     )
     plan.verify()

@@ -55,7 +55,7 @@ from passes.intra_op import (
 )
 from passes.ir import Graph, has_effect
 from passes.memory import margin_of
-from passes.pipeline import Limits, Sample, StagedSearch, layers_of, samples_of
+from passes.pipeline import Limits, Sample, StagedSearch, StagedVariants, layers_of, samples_of
 from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
 from passes.planners.checks import (
     check_counts,
@@ -92,7 +92,8 @@ class Auto:
     No device may need more than `memory_limit` (bytes; words such as `"12 GiB"` become bytes here), by default its own
     memory less a reserve of 6 %; what the compiler of a GPU or TPU may need beyond a prediction is in the limit, too.
     Where the step as it is written does not fit, it is tried in more microbatches and with less kept; layers in a loop
-    are tried with less kept in any case, which may be faster than to stack it. That ends after so much work: a plan
+    are tried with less kept in any case, which may be faster than to stack it. Stages keep less where memory is short,
+    too, unless the step says so itself by `jax.checkpoint`. That ends after so much work: a plan
     does not depend on how busy the machine is. With `seconds` it ends by then, too, once a plan fits, whose
     `solution.status` is `time limit` if there was more to try.
 
@@ -233,13 +234,13 @@ class Auto:
             if context.is_interrupted:
                 return _or_raise(whole, refused)
         best_seconds, cutoff = (whole.step_seconds, whole.step_seconds) if whole else (None, math.inf)
-        part = context.part("stages", best=lambda _: best_seconds, cutoff=cutoff)
+        part = context.part("stages", best=lambda _: best_seconds)
         staging = self._staging(cluster, step, samples, layers, part)
         with context.ending_early():
             try:
-                staged = staging.run()
+                staged = staging.run(cutoff)
                 context.raise_if_interrupted()
-                if is_deep and not self.stages and (staged is None or staging.drafting.rivals(staged.step_seconds)):
+                if is_deep and not self.stages and (staged is None or staging.rivals(staged.step_seconds)):
                     whole = self.choose(step, cluster, context)
             except PlanningError as error:
                 refused = error
@@ -255,13 +256,12 @@ class Auto:
 
     def _staging(
         self, cluster: Cluster, step: Step, samples: dict[int, Sample], layers: int, context: SearchContext
-    ) -> StagedSearch:
+    ) -> StagedVariants:
         """The search over stages of so many layers."""
-        return StagedSearch(
-            step=step,
+        begin = partial(
+            StagedSearch,
             stages=self.pieces,
             cluster=cluster,
-            samples=samples,
             layers=layers,
             schedules=self.schedules or tuple(SCHEDULES),
             limits=Limits(searched=self.limit(cluster), by_hand=_allowed(self, cluster)),
@@ -269,8 +269,8 @@ class Auto:
             meshes=lambda n_devices: self._laid_out(cluster, n_devices),
             pinned=pins.ByName(cast("pins.Pins", self.pins)) if self.pins else None,
             counts=(self.stages,) if self.stages else (),
-            context=context,
         )
+        return StagedVariants(step=step, samples=samples, stages=self.pieces, begin=begin, context=context)
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
         """The meshes of so many devices that may be the fastest, or the one that was asked for."""

@@ -1,0 +1,90 @@
+"""The search over stages of a step as it is written, and with less kept for the backward pass.
+
+Stages keep what several microbatches in flight need. Where memory is short, to compute some of it again allows fewer
+stages, or larger microbatches; where layers are loops it may be faster in any case, as these write what they keep into
+stacks.
+
+Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from passes.ir import Graph
+from passes.pipeline.samples import samples_of
+from passes.pipeline.search import StagedSearch
+from passes.pipeline.step_blocks import Sample
+from passes.plan import Alternative, PipelinePlan
+from passes.progress import SearchContext
+from passes.step import Step
+from passes.transforms import Kept
+
+LESS_KEPT: tuple[Kept, ...] = ("matmuls", "inputs")
+"""What layers keep in the variants that are searched after the step as it is written, the second only where nothing
+fits in the first: all of the forward pass again is a quarter more work, which larger microbatches hardly make up for
+(GPT 1.3B, batch 256, 4x8:v100-16g: 2.93 s a step as it is written, 2.66 with `matmuls` kept, 2.82 with `inputs`)."""
+
+Samples = dict[int, Sample]
+
+
+@dataclass(slots=True, kw_only=True)
+class StagedVariants:
+    """The searches over stages of a `step` in its variants, of which there are `samples` for so many `stages`.
+
+    `begin` makes the search of one, given `step`, `samples` and a `context`, whose cutoff its plans must stay below.
+    """
+
+    step: Step
+    samples: Samples
+    stages: int
+    begin: Callable[..., StagedSearch]
+    context: SearchContext
+    searches: list[StagedSearch] = field(default_factory=list[StagedSearch])
+
+    def run(self, cutoff: float) -> PipelinePlan | None:
+        """The cheapest plan in stages that takes less than `cutoff` seconds and keeps the limit; None if there is none.
+
+        A step that computes again by the user's own `jax.checkpoint` is searched as it is.
+        """
+        best: PipelinePlan | None = None
+        for step, samples in self._variants():
+            context = replace(self.context, cutoff=best.step_seconds if best else cutoff)
+            search = self.begin(step=step, samples=samples, context=context)
+            self.searches.append(search)
+            plan = search.run()
+            best = plan or best
+            is_over = self.context.is_interrupted or (best is not None and self.context.deadline.is_over())
+            is_enough = not search.is_bound or (plan is not None and step is not self.step)
+            if is_over or (is_enough and not step.has_stacks):
+                break
+        return best
+
+    def _variants(self) -> Iterator[tuple[Step, Samples]]:
+        """The step as it is written, then with less kept, each with its samples."""
+        yield self.step, self.samples
+        for kept in LESS_KEPT if self.step.layers and not _recomputes(self.step.graph) else ():
+            step = self.step.keeping(kept)
+            if samples := samples_of(step, self.stages):
+                yield step, samples
+
+    @property
+    def met(self) -> list[Alternative]:
+        """The drafts and plans beside the best, with what they take."""
+        return [alternative for search in self.searches for alternative in search.met]
+
+    @property
+    def least_memory_plan(self) -> PipelinePlan | None:
+        """The plan that needs least of those that do not keep the limit."""
+        plans = [search.least_memory_plan for search in self.searches if search.least_memory_plan is not None]
+        return min(plans, key=lambda plan: plan.peak_nbytes, default=None)
+
+    def rivals(self, seconds: float) -> bool:
+        """Whether the step without stages may take hardly longer than that by its prices."""
+        return self.searches[0].drafting.rivals(seconds)
+
+
+def _recomputes(graph: Graph) -> bool:
+    """Whether a program computes something again that it did not keep."""
+    return any(node.is_recomputed or any(map(_recomputes, node.subgraphs)) for node in graph.nodes)
