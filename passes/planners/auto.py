@@ -184,15 +184,10 @@ class Auto:
         graph = step.graph
         types = [graph.types[v] for v in graph.inputs]
         chosen = pins.placed_inputs(cast("pins.Pins", self.pins), graph.input_names, types)
-        problems = MeshProblems(
-            graph=graph,
-            state_pairs=step.state_pairs,
-            donated=step.donated,
-            offload=offload,
-            restrict=partial(pins.pinned, chosen=chosen) if chosen else None,
-        )
+        restrict = partial(pins.pinned, chosen=chosen) if chosen else None
+        problems = MeshProblems(step=step, offload=offload, restrict=restrict)
         search = MeshSearch(
-            name="auto",
+            planner="auto",
             problems=problems,
             # Plans by hand know nothing of pins.
             textbook=(lambda mesh: ()) if chosen else partial(restrictions.textbook, batch=step.batch),
