@@ -1,8 +1,8 @@
 """The drafts of a step: pipelines that are worth planning, by the prices of their blocks.
 
 They are the best partition by prices, and even stages on equal submeshes, as they are made by hand, in the numbers of
-microbatches near to the best. A step is large where it is priced on a sample, or has so many operators that few drafts
-are planned; of such a step fewer numbers of microbatches are looked at, and slower drafts kept.
+microbatches near to the best. Of a large step, which is priced on a sample or has more than `LARGE_NODES` operators,
+fewer numbers of microbatches are looked at, and slower drafts kept.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ SLACK = 1.1
 """Drafts may fit that need more than there is by less than this factor: prices are not plans. For a deep pipeline that
 hardly fits, 1.05 and 1.2 find the same, in 1.00 and 1.14 of the work (`python -m benchmarks.settings`)."""
 
-MOST_NODES = 6_000
+MOST_PLANNED_NODES = 6_000
 """Drafts are planned, after the first that fits, while they have no more operators than this in all: a bound on
 the time of planning (`python -m benchmarks.planning cases`). What was measured is at `RIVAL`."""
+
+LARGE_NODES = MOST_PLANNED_NODES // 2
+"""The operators of a step above which it is large: one draft of it is planned, as two would have more than
+`MOST_PLANNED_NODES`."""
 
 MOST_UNFIT = 4
 """The drafts that are planned where no other plan fits, those that need least; and those of a large step in one turn.
@@ -251,7 +255,7 @@ class Drafting:
     def is_large(self) -> bool:
         """Whether a step is so large that few drafts are planned, and each number of microbatches takes its time."""
         sample = next(iter(self.samples.values()))
-        return sample.left_out > 0 or 2 * size(sample.graph) > MOST_NODES
+        return sample.left_out > 0 or size(sample.graph) > LARGE_NODES
 
 
 def _everything(cluster: Cluster) -> Submesh:

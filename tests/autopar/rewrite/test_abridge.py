@@ -276,7 +276,7 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Drafting, "worth", twice)
         patch.setattr(StagePlans, "plan", pressed)
-        patch.setattr(staged, "MOST_NODES", 10**9)
+        patch.setattr(staged, "MOST_PLANNED_NODES", 10**9)
         with pytest.raises(KeyboardInterrupt):
             run(interruptible=False)
         planned.clear()
