@@ -13,10 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from passes import inter_op
 from passes.cluster import Cluster, Mesh
 from passes.errors import OverBudgetError, PlanningError
-from passes.inter_op import Candidate, Partition, Submesh, is_chunked, splits_backward
+from passes.inter_op import Candidate, Partition, Submesh, is_chunked, partitions, splits_backward, submeshes
 from passes.intra_op import pins, restrictions
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
@@ -152,26 +151,24 @@ class Drafting:
         return stage if stage is not None and stage.needed_nbytes(1) <= self.limits.by_hand else None
 
     def _partition(self, search: DraftSearch, context: SearchContext) -> Partition | None:
-        """The stages that take least by their prices and keep the limit, if any may be better than the drafts so far.
-
-        Schedules that split the backward are for drafts: they ask for the same stages, and bounds for them are weak.
-        """
-        single = [name for name in self.schedules if not is_chunked(name)]
+        """The stages that take least by their prices and keep the limit, if any may be better than drafts so far."""
         device = self.cluster.group().device
-        unsplit = [name for name in single if not splits_backward(name)]
+        space = partitions.Space(
+            n_layers=self.layers,
+            whole=_everything(self.cluster),
+            choices=submeshes(self.cluster, every=False),
+            n_stages=[n for n in range(2, self.layers + 1) if not self.counts or n in self.counts],
+            idle=False,
+            schedules=_unsplit(self.schedules),
+            microbatches=self._partition_counts(search),
+            memory_limit=search.limits.searched,
+            dispatch_seconds=device.dispatch_seconds,
+            overlap=device.send_overlap,
+        )
         try:
-            return inter_op.partition(
-                self.layers,
-                _everything(self.cluster),
-                inter_op.submeshes(self.cluster, every=False),
+            return partitions.partition(
+                space,
                 self.table,
-                schedules=unsplit or single or ("1f1b",),
-                microbatches=self._partition_counts(search),
-                memory_limit=search.limits.searched,
-                dispatch_seconds=device.dispatch_seconds,
-                overlap=device.send_overlap,
-                n_stages=[n for n in range(2, self.layers + 1) if not self.counts or n in self.counts],
-                idle=False,
                 lower_bound=self.table.bounds.of_layers,
                 prefetch=partial(price_layers, self.table),
                 context=replace(context, cutoff=self._whole_seconds(search.cutoff / (1 + search.least_gain))),
@@ -256,6 +253,15 @@ class Drafting:
         """Whether a step is so large that few drafts are planned, and each number of microbatches takes its time."""
         sample = next(iter(self.samples.values()))
         return sample.left_out > 0 or size(sample.graph) > LARGE_NODES
+
+
+def _unsplit(schedules: Sequence[str]) -> Sequence[str]:
+    """The schedules in which a partition is searched, those with a whole backward if there are any.
+
+    Those that split it are for drafts: they ask for the same stages, and bounds for them are weak.
+    """
+    single = [name for name in schedules if not is_chunked(name)]
+    return [name for name in single if not splits_backward(name)] or single or ("1f1b",)
 
 
 def _everything(cluster: Cluster) -> Submesh:

@@ -156,14 +156,17 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
         table = table_of(traced, graphs, cluster, 4, block_costs, StageCostTable if lazy else EveryPrice)
         if lazy:
             table.survey([choice.n_devices for choice in inter_op.submeshes(cluster)])
-        partition = inter_op.partition(
-            4,
-            whole,
-            inter_op.submeshes(cluster),
-            table,
+        space = inter_op.partitions.Space(
+            n_layers=4,
+            whole=whole,
+            choices=inter_op.submeshes(cluster),
             schedules=("1f1b", "eager-1f1b"),
             microbatches=(4, 8),
             idle=False,
+        )
+        partition = inter_op.partitions.partition(
+            space,
+            table,
             lower_bound=table.bounds.of_layers if lazy else None,
             prefetch=functools.partial(price_layers, table) if lazy else None,
         )
