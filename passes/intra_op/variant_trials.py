@@ -59,7 +59,7 @@ class VariantTrials:
     `fitted` are those that fit, the fastest first; `low_memory` those of least memory that do not, `refused` those of
     which plans by hand were left out, and those `waiting` are put off until one fits as it is. `dear` ones take longer
     than the best on every mesh, whatever memory they need. A plan `by_offloading` that takes much longer than the one
-    without a limit waits until the end.
+    without a limit waits until the end. All of it is written by the methods, and read by whoever chooses what is tried.
     """
 
     step: Step
@@ -70,7 +70,6 @@ class VariantTrials:
     context: SearchContext = field(default_factory=SearchContext)
     best: Plan | None = field(default=None, init=False)
     by_offloading: Plan | None = field(default=None, init=False)
-    least_memory_plan: Plan | None = field(default=None, init=False)
     least_seconds: float = field(default=0.0, init=False)
     offloads: bool = field(default=True, init=False)
     operators: int = field(default=0, init=False)
@@ -194,15 +193,44 @@ class VariantTrials:
 
         Raises the interruption if that ended the variant's own search.
         """
-        plan, best = self._fitting(trial), self.best
+        plan, is_best = self._fitting(trial), False
         if plan is not None:
             self._tell_of(plan, trial.variant, "keeps the memory limit, and takes longer")
             timed = replace(trial, seconds=plan.step_seconds)
             self.fitted = sorted([*self.fitted, timed], key=lambda fitted: fitted.seconds)
-        if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
-            self.best = plan.of_variant(trial.variant)
+            is_best = self.offer(plan.of_variant(trial.variant))
         self.context.raise_if_interrupted()
-        return self.best is not best
+        return is_best
+
+    def offer(self, plan: Plan) -> bool:
+        """Whether a plan that fits takes less time than the best so far, which it becomes then."""
+        is_best = self.best is None or plan.step_seconds < self.best.step_seconds
+        if is_best:
+            self.best = plan
+        return is_best
+
+    def take_waiting(self, trial: Trial) -> bool:
+        """Whether a variant that waited fits and is the best so far, as `take` has it; it stays in line."""
+        cutoff = self.best.step_seconds if self.best else math.inf
+        trial.search.context = replace(trial.search.context, cutoff=cutoff)
+        return self.take(trial)
+
+    def end_waiting(self) -> None:
+        """Takes all that wait out of line."""
+        self.waiting.clear()
+
+    def bring_nearer(self, trial: Trial, enough: float, *, is_best: bool) -> None:
+        """Brings the plan of a variant that fits nearer to the optimum, where it is the best or may become it.
+
+        That it takes no less than `enough` seconds is all that is proven of it.
+        """
+        cutoff = math.inf if is_best or self.best is None else self.best.step_seconds
+        if plan := trial.search.closer(self.limit, cutoff, enough):
+            plan = plan.of_variant(trial.variant)
+            if is_best:
+                self.best = plan
+            else:
+                self.offer(plan)
 
     def _fitting(self, trial: Trial) -> Plan | None:
         """The cheapest plan of a variant that fits, None if it has none or takes more time than the best so far."""

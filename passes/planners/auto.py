@@ -163,7 +163,7 @@ class Auto:
             plan = cheapest_variant(trials)
             return replace(plan, solution=plan.solution.took(time.perf_counter() - began))
         except OverBudgetError as error:
-            least = trials.least_memory_plan
+            least = cast("Plan | None", error.least_memory_plan)
 
             def elsewhere(cluster: Cluster) -> Plan | None:
                 """The variant of least memory on another cluster."""
