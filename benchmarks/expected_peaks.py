@@ -75,8 +75,8 @@ def step_of(model: Model, *, large: bool) -> Step:
 
 def ratios(step: Step, cluster: Cluster) -> Iterator[float]:
     """Expected by real peak bytes of every plan by hand on every mesh, after the first answer's peak is known."""
-    problems = MeshProblems(graph=step.graph, state_pairs=step.state_pairs, donated=step.donated)
-    search = MeshSearch(name="expected", problems=problems, options=ROUGHLY)
+    problems = MeshProblems(step=step)
+    search = MeshSearch(planner="expected", problems=problems, options=ROUGHLY)
     search.over(layouts(cluster, cluster.n_devices, 2))
     problems.look(search.solved[0], 0)
     for solved in search.solved:

@@ -170,7 +170,7 @@ def _jit(step: TracedStep, room: Room, announce: Announce) -> Plan:
     group = room.cluster.group()
     alone = HostGroup(hosts=1, devices_per_host=1, device=group.device, intra=group.intra, inter=group.inter)
     cluster = Cluster(name=f"one of {room.cluster.name}", groups=(alone,))
-    return best("jit", step.graph, [named(cluster)], step.state_pairs, step.donated, room.auto.solver)
+    return best("jit", step, [named(cluster)], room.auto.solver)
 
 
 def _planned(planner: Planner, step: TracedStep, room: Room) -> Plan:

@@ -19,6 +19,7 @@ from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.intra_op import best, layouts
 from passes.planners import Auto
+from passes.step import Step
 from passes.text import quantities
 
 LAYERS = (12, 24, 48, 96, 192)
@@ -83,7 +84,8 @@ def planned(along: str, size: int, program: tuple[Traced, float], cluster: str, 
     meshes = layouts(described, described.n_devices, axes)
     meshes = [min(meshes, key=lambda mesh: max(mesh.sizes))] if first else meshes
     start = time.perf_counter()
-    plan = best("auto", traced.graph, meshes, traced.state_pairs, traced.donated, Auto().solver)
+    step = Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
+    plan = best("auto", step, meshes, Auto().solver)
     return Row(
         along=along,
         size=size,

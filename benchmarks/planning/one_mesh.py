@@ -23,6 +23,7 @@ from passes.memory import peak
 from passes.placement import group, resharding_plan
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
+from passes.step import Step
 from passes.text import quantities
 
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -120,7 +121,8 @@ def plan(
     with phases.timed("memory"):
         peak(graph, grouping, mesh, layout, reshardings, traced.state_pairs, traced.donated)
     with phases.timed("whole"):
-        full_plan = best("auto", graph, [mesh], traced.state_pairs, traced.donated, options)
+        step = Step(graph=graph, state_pairs=traced.state_pairs, donated=traced.donated)
+        full_plan = best("auto", step, [mesh], options)
     parts = [spent for phase, spent in phases.spent.items() if phase not in ("trace", "whole")]
     total = phases.spent.pop("whole")
     phases.spent["rest"] = Spent(

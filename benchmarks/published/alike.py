@@ -72,15 +72,13 @@ class DeepMegatron(Megatron):
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
         if self.pipeline == 1:
             step = step.variant(Variant(microbatches=self.microbatches, stages=0))
-            pairs, given = step.state_pairs, step.donated
-            return Planned.of(best(self.name, step.graph, [mesh], pairs, given, self.solver, self._whole(step)), step)
+            return Planned.of(best(self.name, step, [mesh], self.solver, self._whole(step)), step)
         known: dict[object, tuple[Step, Plan]] = {}
 
         def plan_stage(part: Step, stage: int) -> Plan:
             key, name = (part.graph.fingerprint, part.state_pairs, part.donated), f"stage {stage}"
             if key not in known:
-                pairs, given = part.state_pairs, part.donated
-                plan = best(name, part.graph, [mesh], pairs, given, self.solver, self.restriction)
+                plan = best(name, part, [mesh], self.solver, self.restriction)
                 known[key] = part, plan
                 return plan
             planned, plan = known[key]

@@ -2,10 +2,10 @@
 It knows neither graphs nor meshes.
 """
 
+from passes.inter_op import partitions
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Submesh, submeshes
 from passes.inter_op.even_cuts import even
 from passes.inter_op.makespan import NamedSchedule
-from passes.inter_op.partitions import partition
 from passes.inter_op.schedule_registry import SCHEDULES, build, is_chunked, register, splits_backward
 from passes.inter_op.schedules import Schedule, Task
 from passes.inter_op.simulator import StageCost, Timeline, Transfer, peaks, simulate
@@ -25,7 +25,7 @@ __all__ = [
     "build",
     "even",
     "is_chunked",
-    "partition",
+    "partitions",
     "peaks",
     "register",
     "simulate",

@@ -13,7 +13,7 @@ and, whatever the schedule, at least (with forward seconds F_i and onward transf
     max over i of  sum over j < i of (F_j + x_j) + m t_i + f_i                                            (3)
 
 1. `passes.inter_op.dynamic_program` minimises the sum in (1) for one period and every number of stages;
-   `search_by_period` does so for periods a factor 1 + epsilon apart, and ends where m periods reach the best.
+   `search_by_period` does so for periods a factor of 1 + `EPSILON` apart, and ends where m periods reach the best.
 2. Every partition found is simulated, unless a bound shows that it is no better, and the fastest is kept: the result is
    never slower, as simulated, than any partition compared, one stage on all devices among them.
 3. Where the caller has a `lower_bound` on the cost of stages, entries of the table are requested in rounds, until no
@@ -28,10 +28,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from passes.errors import PlanningError, explain
-from passes.inter_op.choices import Partition, StageTable, Submesh, place
+from passes.inter_op.choices import Partition, Places, StageTable, Submesh, place
 from passes.inter_op.costs import Problem, boundaries, entries, tabulate, with_bounds
 from passes.inter_op.even_cuts import check_stages
 from passes.inter_op.infeasible import infeasible_error
@@ -40,117 +41,131 @@ from passes.inter_op.schedule_registry import is_chunked, splits_backward
 from passes.inter_op.search import Incumbent, branch_and_bound, search_by_period, search_single_stages
 from passes.progress import SearchContext
 
-EPSILON = 0.02
-"""The share by which neighbouring periods differ in the search by period: what is found is at most that far from the
-least of (1). Simulated, it may be further from the best of one schedule; the `bound` of the result says how far at
-most. `python -m benchmarks.settings` shows what half and double of it find."""
-
 MOST_EXTENDED = 2000
 """Partial partitions that the branch and bound at the end extends: work, about a second of one processor. It proves
 small problems optimal and leaves large ones a bound. `python -m benchmarks.settings` shows what half and double do."""
 
 
-def partition(
-    n_layers: int,
-    whole: Submesh,
-    choices: Sequence[Submesh],
-    table: StageTable,
-    *,
-    schedules: Sequence[str] = ("gpipe", "1f1b"),
-    microbatches: Sequence[int] = (1,),
-    memory_limit: float = math.inf,
-    dispatch_seconds: float = 0.0,
-    overlap: float = 1.0,
-    n_stages: Sequence[int] | None = None,
-    idle: bool = True,
-    epsilon: float = EPSILON,
-    proof: int = MOST_EXTENDED,
-    lower_bound: LowerBoundOf | None = None,
-    prefetch: Prefetch | None = None,
-    context: SearchContext | None = None,
-) -> Partition | None:
-    """The stages, schedule and number of microbatches with the shortest simulated step, if that is below the cutoff.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The partitions that a search chooses from: stages of so many layers, on devices of one kind.
 
     Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
-    the numbers of stages allowed, by default all. Who sends computes during the part `overlap` of a transfer.
-    `memory_limit` is in bytes of one device. `proof` is the most partial partitions that the last part of the search
-    extends. `lower_bound` bounds the cost of any candidate; without it every entry is requested. `prefetch` is called
-    with the entries that are requested next, and the seconds that a step must stay below. The `context` has the cutoff.
-    Raises PlanningError for numbers that make no sense, for chunked schedules, and where no partition fits in memory.
+    the numbers of stages allowed, by default all. A device has `memory_limit` bytes; it is busy for `dispatch_seconds`
+    with each task beside its work, and computes during the part `overlap` of what it sends.
+    """
+
+    n_layers: int
+    whole: Submesh
+    choices: Sequence[Submesh]
+    n_stages: Sequence[int] | None = None
+    idle: bool = True
+    schedules: Sequence[str] = ("gpipe", "1f1b")
+    microbatches: Sequence[int] = (1,)
+    memory_limit: float = math.inf
+    dispatch_seconds: float = 0.0
+    overlap: float = 1.0
+
+    def places(self) -> Places:
+        """The places that stages may have. Raises PlanningError where there are none."""
+        return place(self.whole, self.choices, self.idle)
+
+    def stage_counts(self) -> tuple[int, ...]:
+        """The numbers of stages to try. Raises PlanningError for numbers that make no sense, and chunked schedules."""
+        for m in self.microbatches or [0]:
+            if m < 1:
+                argument = f"microbatches={m}" if self.microbatches else "microbatches=()"
+                raise PlanningError(explain(argument, "a step has at least 1 microbatch", "", "give numbers from 1"))
+        if not self.schedules:
+            raise PlanningError(explain("schedules=()", "stages need a schedule", "", "name one, such as '1f1b'"))
+        for name in self.schedules:
+            if is_chunked(name):
+                rule = "puts several stages on a device group, and the search gives each its own"
+                raise PlanningError(explain(f"schedule {name!r}", rule, "", "try '1f1b', or plan it by hand"))
+        return check_stages(self.n_layers, range(1, self.n_layers + 1) if self.n_stages is None else self.n_stages)
+
+    def by_backward(self) -> dict[bool, tuple[str, ...]]:
+        """The schedules that run a backward whole (False), and those that split it (True)."""
+        splits = {name: splits_backward(name) for name in self.schedules}
+        return {kind: tuple(name for name in splits if splits[name] == kind) for kind in splits.values()}
+
+
+def partition(
+    space: Space,
+    table: StageTable,
+    *,
+    lower_bound: LowerBoundOf | None = None,
+    prefetch: Prefetch | None = None,
+    most_extended: int = MOST_EXTENDED,
+    context: SearchContext | None = None,
+) -> Partition | None:
+    """The partition with the shortest simulated step, None if that is not below the cutoff of the `context`.
+
+    `table` has the costs of stages. `lower_bound` bounds the cost of any of them; without it every entry is requested.
+    `prefetch` is called with the entries that are requested next, and the seconds that a step must stay below. The last
+    part of the search extends `most_extended` partial partitions at most. Raises PlanningError for numbers that make no
+    sense, for chunked schedules, and where no partition fits in memory.
     """
     context = context or SearchContext()
-    places = place(whole, choices, idle)
-    numbers = tuple(p for p in _check(n_layers, n_stages, microbatches, schedules) if p <= places.n_slots)
-    kinds = _by_backward(schedules)
-    incumbent = Incumbent(places=places, dispatch_seconds=dispatch_seconds, overlap=overlap, seconds=context.cutoff)
-    hops = {m: boundaries(n_layers, places, table, m) for m in dict.fromkeys(microbatches)}
+    places = space.places()
+    numbers = tuple(p for p in space.stage_counts() if p <= places.n_slots)
+    kinds = space.by_backward()
+    incumbent = Incumbent(
+        places=places, dispatch_seconds=space.dispatch_seconds, overlap=space.overlap, seconds=context.cutoff
+    )
+    hops = {m: boundaries(space.n_layers, places, table, m) for m in dict.fromkeys(space.microbatches)}
     requests = Requests(
         places=places,
         table=table,
-        entries=tuple(entries(n_layers, places, numbers)),
-        memory_limit=memory_limit,
+        entries=tuple(entries(space.n_layers, places, numbers)),
+        memory_limit=space.memory_limit,
         chained=True not in kinds,
         lower_bound=lower_bound,
         prefetch=prefetch,
         known={m: {} for m in hops},
-        n_layers=n_layers,
+        n_layers=space.n_layers,
     )
 
-    def posed() -> Iterator[Problem]:
+    def problems_so_far() -> Iterator[Problem]:
         """The problems of what is known: of each number of microbatches, with the backward in one or in halves."""
         for m, (split, names) in product(hops, kinds.items()):
-            costs = tabulate(n_layers, places, requests.known[m], hops[m], m, split, dispatch_seconds, memory_limit)
+            costs = tabulate(
+                space.n_layers,
+                places,
+                requests.known[m],
+                hops[m],
+                m,
+                split,
+                space.dispatch_seconds,
+                space.memory_limit,
+            )
             yield with_bounds(places, costs, m, names, numbers)
 
-    problems = _searched(requests, posed, incumbent, epsilon, context)
+    problems = _searched(requests, problems_so_far, incumbent, context)
     incumbent.entries = sum(map(len, requests.known.values()))
-    bound = 0.0 if context.is_interrupted else branch_and_bound(problems, incumbent, proof)
+    bound = 0.0 if context.is_interrupted else branch_and_bound(problems, incumbent, most_extended)
     if incumbent.best is None and math.isfinite(context.cutoff):
         return None
     if incumbent.best is None:
-        raise infeasible_error(problems, places, memory_limit)
+        raise infeasible_error(problems, places, space.memory_limit)
     return incumbent.answer(bound)
-
-
-def _by_backward(schedules: Sequence[str]) -> dict[bool, tuple[str, ...]]:
-    """The schedules that run a backward whole (False), and those that split it (True)."""
-    splits = {name: splits_backward(name) for name in schedules}
-    return {kind: tuple(name for name in splits if splits[name] == kind) for kind in splits.values()}
 
 
 def _searched(
     requests: Requests,
-    posed: Callable[[], Iterable[Problem]],
+    problems_so_far: Callable[[], Iterable[Problem]],
     incumbent: Incumbent,
-    epsilon: float,
     context: SearchContext,
 ) -> list[Problem]:
     """The problems once no further entries are needed, or once the search was interrupted with a partition found."""
     problems: list[Problem] = []
     with context.ending_early():
         while requests.ask(incumbent.seconds):
-            problems = sorted(posed(), key=lambda problem: problem.least_seconds)
+            problems = sorted(problems_so_far(), key=lambda problem: problem.least_seconds)
             for problem in problems:
                 search_single_stages(problem, incumbent)
             for problem in problems:
-                search_by_period(problem, incumbent, epsilon)
+                search_by_period(problem, incumbent)
     if incumbent.best is None:
         context.raise_if_interrupted()
     return problems
-
-
-def _check(
-    n_layers: int, n_stages: Sequence[int] | None, microbatches: Sequence[int], schedules: Sequence[str]
-) -> tuple[int, ...]:
-    """The numbers of stages to try. Raises PlanningError for numbers that make no sense, and chunked schedules."""
-    for m in microbatches or [0]:
-        if m < 1:
-            argument = f"microbatches={m}" if microbatches else "microbatches=()"
-            raise PlanningError(explain(argument, "a step has at least 1 microbatch", "", "give numbers from 1"))
-    if not schedules:
-        raise PlanningError(explain("schedules=()", "stages need a schedule", "", "name one, such as '1f1b'"))
-    for name in schedules:
-        if is_chunked(name):
-            rule = "puts several stages on a device group, and the search gives each its own"
-            raise PlanningError(explain(f"schedule {name!r}", rule, "", "try '1f1b', or plan it by hand"))
-    return check_stages(n_layers, range(1, n_layers + 1) if n_stages is None else n_stages)

@@ -28,6 +28,11 @@ STEP = 1.1
 """Periods within this factor share one lower bound of the step: a bound takes a dynamic program of its own, and is
 lower by at most this factor. It changes the work, never the answer's proof."""
 
+EPSILON = 0.02
+"""The share by which neighbouring periods differ in the search by period: what is found is at most that far from the
+least of (1). Simulated, it may be further from the best of one schedule; the `bound` of the result says how far at
+most. `python -m benchmarks.settings` shows what half and double of it find."""
+
 CLOSE = 1 - 1e-12
 """The factor below which seconds count as better: bounds and simulations add in different orders."""
 
@@ -143,10 +148,10 @@ def search_single_stages(problem: Problem, incumbent: Incumbent) -> None:
                 incumbent.consider(problem, schedule, (entry,))
 
 
-def search_by_period(problem: Problem, incumbent: Incumbent, epsilon: float) -> None:
+def search_by_period(problem: Problem, incumbent: Incumbent) -> None:
     """Considers the partitions with the least sum in (1) for each period and number of stages.
 
-    Periods rise in steps of `STEP`, and fall within one to just below that of the partitions found, by 1 + epsilon.
+    Periods rise in steps of `STEP`, and fall within one to just below that of the partitions found, by 1 + `EPSILON`.
     """
     costs, m = problem.costs, problem.microbatches
     periods = np.unique(costs.period[np.isfinite(costs.period) & (costs.period >= problem.least_period)])
@@ -158,7 +163,7 @@ def search_by_period(problem: Problem, incumbent: Incumbent, epsilon: float) -> 
         for capacities, names in groups.items():
             high = float(periods[start - 1])
             while high >= low:
-                high = _program(problem, incumbent, capacities, names, low, high) / (1 + epsilon)
+                high = _program(problem, incumbent, capacities, names, low, high) / (1 + EPSILON)
 
 
 def _program(

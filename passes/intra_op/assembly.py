@@ -190,7 +190,7 @@ class Subproblem:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assembly:
-    """A sharding problem and what its nodes stand for.
+    """A sharding problem and what its nodes stand for; with `regather`, weights are gathered once a use.
 
     `groups` are the edge groups by (number of the subproblem, value, whether its readers fetch it for the backward
     pass). The nodes of `idle` state have every strategy twice: as it is `on_device`, the same problem without that,
@@ -201,6 +201,7 @@ class Assembly:
     root: Subproblem
     problem: ShardingProblem
     state_pairs: StatePairs
+    regather: bool
     groups: Mapping[tuple[int, int, bool], int]
     idle: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     on_device: Assembly | None = None

@@ -244,6 +244,7 @@ class _Builder:
                 memory=self.common.memory,
             ),
             state_pairs=state_pairs,
+            regather=self.regather,
             groups=self.groups,
         )
 

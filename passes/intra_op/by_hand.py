@@ -58,7 +58,8 @@ class ByHand:
         `cutoff` seconds or more need not be the best of its kind.
         """
         for number, (restrict, regather) in enumerate(self.textbook(solved.assembly.mesh)):
-            base = solved if solved.regather == regather else None if solved.regather else problems.twin(solved)
+            is_twin = solved.assembly.regather
+            base = solved if is_twin == regather else None if is_twin else problems.twin(solved)
             if base is None:
                 continue
             key = base.assembly.mesh, number
@@ -102,8 +103,8 @@ class ByHand:
                 if fits and answer.objective < cutoff:
                     best = base, Fitted(problem=base.assembly.problem, answer=answer, nbytes=point.nbytes)
                     cutoff = answer.objective
-                elif not fits and point.at not in (*problems.seen, *problems.crowded):
-                    problems.crowded[point.at] = problems.excess(base, answer.choice, point)
+                elif not fits:
+                    problems.note_peak(base, answer.choice, point, by_hand=True)
         return best
 
     def _solved(self, restricted: Assembly | None, cutoff: float) -> Answer | None:

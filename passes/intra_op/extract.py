@@ -25,23 +25,24 @@ EQUAL = 1e-6
 
 @without_gc()
 def extract_plan(
-    name: str,
+    planner: str,
     assembly: Assembly,
     answer: Answer,
     resharder: Resharder,
-    state_pairs: StatePairs,
     donated: Sequence[bool],
-    phases: dict[str, float],
-    regather: bool,
+    phase_seconds: Mapping[str, float],
 ) -> Plan:
-    """The plan of an answer: placements, the reshardings between them, and the seconds of both."""
+    """The plan of an answer that a planner came to: placements, the reshardings between them, and the seconds of both.
+
+    `phase_seconds` are those that the parts of the search for the answer took.
+    """
     graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
     layout, choice = assembly.layout(answer.choice), assembly.placements_of(answer.choice)
-    reshardings = resharding_plan(graph, layout, resharder, regather=regather)
-    donated = donated or (False,) * len(graph.inputs)
+    reshardings = resharding_plan(graph, layout, resharder, regather=assembly.regather)
     compute = assembly.root.compute_seconds(choice)
     moving, moved = move_seconds(graph, reshardings, resharder)
-    memory = peak(graph, grouping, mesh, layout, reshardings, state_pairs, donated)
+    donated = donated or (False,) * len(graph.inputs)
+    memory = peak(graph, grouping, mesh, layout, reshardings, assembly.state_pairs, donated)
     return Plan(
         fingerprint=graph.fingerprint,
         cluster=mesh.cluster,
@@ -61,14 +62,14 @@ def extract_plan(
         nbytes={cause: size for cause, size in memory.nbytes.items() if size},
         memory=MemoryReport.of(memory),
         solution=Solution(
-            planner=name,
+            planner=planner,
             status=answer.status,
             objective=answer.objective,
             bound=answer.bound,
-            phase_seconds=phases,
+            phase_seconds=dict(phase_seconds),
         ),
         replicated=tuple(dict.fromkeys(_uncut(graph, grouping))),
-        regather=regather,
+        regather=assembly.regather,
     )
 
 

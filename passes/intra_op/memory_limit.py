@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.intra_op.memory_budgets import budget
 from passes.intra_op.mesh_memory import MeshMemory
-from passes.intra_op.mesh_problems import Point
-from passes.intra_op.peak_node import NodePath
 from passes.solver import (
     Answer,
     Budget,
@@ -59,64 +56,46 @@ class Fitted:
     nbytes: float
 
 
-def fit(
-    program: ShardingProblem,
-    first: Answer,
-    memory: MeshMemory,
-    options: SolverOptions,
-    seen: dict[NodePath, float],
-    cutoff: float = math.inf,
-) -> Fitted:
-    """A cheap answer that keeps the limit, starting from one without a limit; `tightened` says how near it is.
+def fit(memory: MeshMemory, options: SolverOptions, cutoff: float = math.inf) -> Fitted:
+    """A cheap answer that keeps the limit, starting from the one without a limit; `tightened` says how near it is.
 
-    Budgets are stated from the first at the places `seen` to be busiest on other meshes, with as much more as rows
-    there count more than there is; places found here are added. Where that first answer keeps the limit with state
-    offloaded, nothing dearer is looked for.
+    Budgets are stated from the first at the nodes that were busiest on other meshes, with as much more as rows there
+    count more than there is; those met here are added. Where that first answer keeps the limit with state offloaded,
+    nothing dearer is looked for.
 
     Raises OverBudgetError where the program proves that there is none, or comes no nearer; InfeasibleRowError where
     that takes no solver to see; NotCheaperError where none takes less than `cutoff` seconds.
     """
     options = replace(options, gap=max(options.gap, LOOSE))
-    known = memory.settled(first)
+    known = memory.settled(memory.solved.answer)
     if known.objective >= cutoff or memory.peak(known.choice).nbytes > memory.limit:
-        return _by_rows(program, first, memory, options, seen, cutoff)
+        return _by_rows(memory, options, cutoff)
     try:
-        fitted = _by_rows(program, first, memory, options, seen, known.objective)
+        fitted = _by_rows(memory, options, known.objective)
         if fitted.answer.objective < known.objective:
             return fitted
     except OverBudgetError:  # nothing cheaper was found that keeps the limit, and this does
         pass
-    problem = replace(program, budgets=tuple(_rows(memory, seen).values()))
+    problem = replace(memory.program, budgets=tuple(memory.budgets().values()))
     return Fitted(problem=problem, answer=known, nbytes=memory.peak(known.choice).nbytes)
 
 
-def is_out_of_reach(
-    program: ShardingProblem, first: Answer, memory: MeshMemory, seen: Mapping[NodePath, float]
-) -> bool:
-    """Whether nothing that keeps the limit can be cheaper than `first`, and that does not, whatever is offloaded."""
-    if not is_infeasible(replace(program, budgets=tuple(_rows(memory, seen).values()))):
+def is_out_of_reach(memory: MeshMemory) -> bool:
+    """Whether nothing that keeps the limit can be cheaper than the answer without one, nor that with all that may be
+    offloaded.
+    """
+    if not is_infeasible(replace(memory.program, budgets=tuple(memory.budgets().values()))):
         return False
-    settled = memory.settled(first)
+    first, settled = memory.solved.answer, memory.settled(memory.solved.answer)
     return settled is first or memory.peak(settled.choice).nbytes > memory.limit
 
 
-def _rows(memory: MeshMemory, seen: Mapping[NodePath, float]) -> dict[NodePath, Budget]:
-    """The budgets at the places seen, with as much more than the limit as rows there count more than there is."""
-    return {at: replace(memory.row(at), limit=excess * memory.limit) for at, excess in seen.items()}
-
-
-def _by_rows(
-    program: ShardingProblem,
-    first: Answer,
-    memory: MeshMemory,
-    options: SolverOptions,
-    seen: dict[NodePath, float],
-    cutoff: float,
-) -> Fitted:
+def _by_rows(memory: MeshMemory, options: SolverOptions, cutoff: float) -> Fitted:
     """A cheap answer that keeps the limit, by a budget at each place where one does not."""
-    stated, answer, limit = first, first, memory.limit
+    program, limit = memory.program, memory.limit
+    stated = answer = memory.solved.answer
     lowest, stalled = float("inf"), 0
-    rows = _rows(memory, seen)
+    rows = memory.budgets()
     problem = replace(program, budgets=tuple(rows.values()))
     if is_infeasible(problem):
         raise InfeasibleRowError("no combination of strategies keeps the memory limit")
@@ -124,7 +103,7 @@ def _by_rows(
         point = memory.peak(answer.choice)
         if point.nbytes <= limit:
             fitted = Fitted(problem=problem, answer=answer, nbytes=memory.peak(stated.choice).nbytes)
-            return filled(fitted, first.bound, memory, options, close=False)
+            return filled(fitted, memory, options, close=False)
         if answer.objective >= cutoff:  # further rows make it dearer
             raise NotCheaperError("what fits takes more time than another plan")
         stalled = 0 if point.nbytes < _PROGRESS * lowest else stalled + 1
@@ -133,9 +112,7 @@ def _by_rows(
             break
         new = budget(program, memory.row(point.at), answer.choice, point.nbytes, memory.room(answer.choice))
         rows[point.at] = min(new, rows.get(point.at, new), key=lambda row: row.limit)
-        if point.at not in seen:
-            used = program.usage(memory.row(point.at), answer.choice)
-            seen[point.at] = max(1.0, used / point.nbytes)
+        memory.problems.note_peak(memory.solved, answer.choice, point)
         problem = replace(problem, budgets=tuple(rows.values()))
         if is_infeasible(problem):  # a solver would take long to see it
             raise OverBudgetError("no combination of strategies keeps the memory limit at its busiest node")
@@ -164,21 +141,15 @@ def _roughly(problem: ShardingProblem, options: SolverOptions, cutoff: float) ->
 
 
 def filled(
-    fitted: Fitted,
-    least: float,
-    memory: MeshMemory,
-    options: SolverOptions,
-    cutoff: float = math.inf,
-    *,
-    close: bool = True,
+    fitted: Fitted, memory: MeshMemory, options: SolverOptions, cutoff: float = math.inf, *, close: bool = True
 ) -> Fitted:
     """The answer that fits, or a better one where the rows that led to it leave some of the limit free.
 
-    No answer takes less than `least` seconds, and one of `cutoff` or more is not looked for. Rows are raised by what is
-    free; where that is too much, by half of it. Without `close` an answer is what a relaxation gives, and nothing is
-    branched on.
+    One of `cutoff` seconds or more is not looked for. Rows are raised by what is free; where that is too much, by half
+    of it. Without `close` an answer is what a relaxation gives, and nothing is branched on.
     """
     program, raised, most, limit = fitted.problem, 1.0, math.inf, memory.limit
+    least = memory.solved.answer.bound
     for _ in range(_FILLINGS if program.budgets else 0):
         if fitted.nbytes > _FULL * limit or fitted.answer.objective <= (1 + LOOSE) * least:
             break
@@ -225,23 +196,17 @@ def is_infeasible(problem: ShardingProblem) -> bool:
 
 
 def tightened(
-    fitted: Fitted,
-    least: float,
-    resident: Budget,
-    memory: MeshMemory,
-    options: SolverOptions,
-    cutoff: float = math.inf,
-    enough: float = math.inf,
+    fitted: Fitted, memory: MeshMemory, options: SolverOptions, cutoff: float = math.inf, enough: float = math.inf
 ) -> Answer:
-    """An answer that fits, brought nearer to the optimum, with the time that it took; none takes less than `least`.
+    """An answer that fits, brought nearer to the optimum, with the time that it took.
 
     The budgets that led to it are estimates, and no proof. Its bound is that of answers of which no more than the limit
-    is `resident`, as is true of all that fit, where less than `enough` is known. One of `cutoff` or more is not looked
-    for.
+    is on a device for the whole step, as is true of all that fit, where less than `enough` is known. One of `cutoff` or
+    more is not looked for.
     """
-    start, answer = time.perf_counter(), replace(fitted.answer, bound=min(least, fitted.answer.objective))
-    limit = memory.limit
-    whole = replace(fitted.problem, budgets=(replace(resident, limit=limit),))
+    start, limit = time.perf_counter(), memory.limit
+    answer = replace(fitted.answer, bound=min(memory.solved.answer.bound, fitted.answer.objective))
+    whole = replace(fitted.problem, budgets=(replace(memory.problems.resident(memory.solved), limit=limit),))
     bound, stated = answer.bound, fitted.problem
     is_open = bound < enough or not stated.budgets
     if proof := _nearer(whole, answer, options, math.inf) if is_open else None:
@@ -274,20 +239,19 @@ def _nearer(problem: ShardingProblem, answer: Answer, options: SolverOptions, cu
         return None
 
 
-def least_memory(
-    program: ShardingProblem, first: Answer, options: SolverOptions, memory: MeshMemory
-) -> tuple[tuple[int, ...], Point]:
-    """The answer that needs the least memory, and its peak: budgets at the busiest points met so far, minimised."""
-    problem, choice = program, memory.settled(first).choice
-    best, point = choice, memory.peak(choice)
+def look_for_least(memory: MeshMemory, options: SolverOptions) -> None:
+    """Looks at answers that need ever less memory, of which `memory.problems` keeps the lowest: budgets at the busiest
+    points met so far, minimised.
+    """
+    problem, choice = memory.program, memory.settled(memory.solved.answer).choice
+    best, least_nbytes = choice, math.inf
     for _ in range(_LEAST_ROUNDS):
-        there = memory.peak(choice)
-        if there.nbytes < point.nbytes:
-            best, point = choice, there
-        new = budget(program, memory.row(there.at), choice, there.nbytes, _AIM * there.nbytes)
+        point = memory.peak(choice)
+        if point.nbytes < least_nbytes:
+            best, least_nbytes = choice, point.nbytes
+        new = budget(memory.program, memory.row(point.at), choice, point.nbytes, _AIM * point.nbytes)
         problem = replace(problem, budgets=(*problem.budgets, replace(new, limit=max(new.limit, 1.0))))
         choice = least_memory_choice(problem, options)
         if choice == best:
             break
-    there = memory.peak(choice)
-    return (choice, there) if there.nbytes < point.nbytes else (best, point)
+    memory.peak(choice)  # which is noted with that

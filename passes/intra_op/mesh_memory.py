@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from passes.intra_op.mesh_problems import MeshProblems, Point, Solved
 from passes.intra_op.offloading import away, buffers, offloaded_nbytes
 from passes.intra_op.peak_node import NodePath
-from passes.solver import Answer, Budget
+from passes.solver import Answer, Budget, ShardingProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,18 @@ class MeshMemory:
     problems: MeshProblems
     solved: Solved
     limit: float
+
+    @property
+    def program(self) -> ShardingProblem:
+        """The mesh's problem, without budgets."""
+        return self.solved.assembly.problem
+
+    def budgets(self) -> dict[NodePath, Budget]:
+        """The budgets at the peak nodes known, with as much more than the limit as rows there count more than there
+        is.
+        """
+        excesses = self.problems.peak_nodes.items()
+        return {at: replace(self.row(at), limit=excess * self.limit) for at, excess in excesses}
 
     def peak(self, choice: Sequence[int]) -> Point:
         """The place where an answer needs most memory, and the bytes."""

@@ -1,4 +1,4 @@
-"""The sharding problems of one program on several meshes, each stated once, and the bytes that answers to them need.
+"""The sharding problems of one step on several meshes, each stated once, and the bytes that answers to them need.
 
 A mesh may have a second problem, its twin, in which weights are gathered once a use. The rows of a problem say what is
 live at a node under every strategy; they are estimates, and `peak` says what a compiled program needs.
@@ -24,12 +24,12 @@ from passes.intra_op.offloading import away, idle_state, offloaded_nbytes, row_w
 from passes.intra_op.peak_node import NodePath, peak_node
 from passes.intra_op.pins import arriving
 from passes.intra_op.restrictions import Restriction
-from passes.ir import Graph, StatePairs
 from passes.memory import peak
 from passes.placement import Grouping, group, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder
 from passes.solver import Answer, Budget, Search
+from passes.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +42,25 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """A mesh with its sharding problem, the answer to it, and the search for that where there was one.
-
-    Weights are gathered once a step, or with `regather` once a use.
-    """
+    """A mesh with its sharding problem, the answer to it, and the search for that where there was one."""
 
     assembly: Assembly
     answer: Answer
-    regather: bool
     search: Search | None = None
 
     @classmethod
-    def unsolved(cls, assembly: Assembly, regather: bool) -> Solved:
+    def unsolved(cls, assembly: Assembly) -> Solved:
         """A mesh's problem with each node at its cheapest strategy, and no bound: what is known without a solver."""
         choice = tuple(int(np.argmin(seconds)) for seconds in assembly.problem.seconds)
         nothing = Answer(
             choice=choice, objective=math.inf, bound=0.0, status="near optimal", build_seconds=0.0, solve_seconds=0.0
         )
-        return cls(assembly=assembly, answer=nothing, regather=regather)
+        return cls(assembly=assembly, answer=nothing)
+
+    @property
+    def key(self) -> tuple[Mesh, bool]:
+        """The mesh, and whether weights are gathered once a use there: what tells a program's problems apart."""
+        return self.assembly.mesh, self.assembly.regather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,46 +74,48 @@ class Lowest:
 
 @dataclass(slots=True, kw_only=True)
 class MeshProblems:
-    """The sharding problems of a program on every mesh, with the memory of each answer that was looked at.
+    """The sharding problems of a step on every mesh, with the memory of each answer that was looked at.
 
-    `seen` are the nodes at which answers needed most memory, and more than there is, each with the factor by which its
-    row counted more than was needed; `crowded` are those of plans by hand that did not fit. What the first answer
-    needed is `scale` times what its row counted. `lowest` is the answer that needs the least bytes of a device. If
-    `offload`, state at the inputs `idle` may rest with the host. `resharders` hold what is known of meshes, `phases`
-    the seconds that all of it took.
+    `peak_nodes` are the nodes at which answers needed most memory, and more than there is, each with the factor by
+    which its row counted more than was needed; `peak_nodes_by_hand` are more of them, of plans by hand. What the first
+    answer needed is `scale` times what its row counted. `lowest` is the answer that needs the least bytes of a device.
+    If `offload`, state at the inputs `idle` may rest with the host. `resharders` hold what is known of meshes,
+    `phase_seconds` the seconds that each part of the work took.
     """
 
-    graph: Graph
-    state_pairs: StatePairs
-    donated: Sequence[bool]
+    step: Step
     restrict: Restriction | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     offload: InitVar[bool] = False
-    seen: dict[NodePath, float] = field(default_factory=dict[NodePath, float])
-    crowded: dict[NodePath, float] = field(default_factory=dict[NodePath, float])
-    scale: float = 1.0
-    lowest: Lowest | None = None
+    peak_nodes: dict[NodePath, float] = field(default_factory=dict[NodePath, float], init=False)
+    peak_nodes_by_hand: dict[NodePath, float] = field(default_factory=dict[NodePath, float], init=False)
+    scale: float = field(default=1.0, init=False)
+    lowest: Lowest | None = field(default=None, init=False)
     idle: tuple[int, ...] = field(init=False)
-    phases: dict[str, float] = field(init=False)
+    phase_seconds: dict[str, float] = field(init=False)
     grouping: Grouping = field(init=False)
-    _twins: dict[Mesh, Solved | None] = field(default_factory=dict[Mesh, Solved | None])
-    _rows: dict[object, Budget] = field(default_factory=dict[object, Budget])
-    _points: dict[object, Point] = field(default_factory=dict[object, Point])
+    _twins: dict[Mesh, Solved | None] = field(default_factory=dict[Mesh, Solved | None], init=False)
+    _rows: dict[object, Budget] = field(default_factory=dict[object, Budget], init=False)
+    _points: dict[object, Point] = field(default_factory=dict[object, Point], init=False)
 
     def __post_init__(self, offload: bool) -> None:
         start = time.perf_counter()
-        self.grouping = group(self.graph)
-        self.idle = idle_state(self.graph, self.state_pairs) if offload else ()
-        self.phases = {"grouping": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
+        self.grouping = group(self.step.graph)
+        self.idle = self._idle(offload)
+        self.phase_seconds = {"grouping": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
 
     def offloading(self, offload: bool) -> MeshProblems:
         """The same problems, of plans that may offload or do not."""
         other = copy(self)
-        other.idle = idle_state(self.graph, self.state_pairs) if offload else ()
-        other.seen, other.crowded = dict(self.seen), dict(self.crowded)
+        other.idle = self._idle(offload)
+        other.peak_nodes, other.peak_nodes_by_hand = dict(self.peak_nodes), dict(self.peak_nodes_by_hand)
         other.lowest, other._rows = None, {}  # points stay: without the host, strategies have the same numbers
         other._twins = {mesh: twin and other.as_offloading(twin) for mesh, twin in self._twins.items()}
         return other
+
+    def _idle(self, offload: bool) -> tuple[int, ...]:
+        """The inputs, by position, of state that may rest with the host."""
+        return idle_state(self.step.graph, self.step.state_pairs) if offload else ()
 
     def as_offloading(self, solved: Solved) -> Solved:
         """A problem and what is known of it without a limit, as one of plans that may offload or do not."""
@@ -126,11 +129,17 @@ class MeshProblems:
     def assembled(self, mesh: Mesh, regather: bool) -> Assembly:
         """The sharding problem on a mesh."""
         began = time.perf_counter()
-        assembly = assemble(self.graph, mesh, self.grouping, self._resharder(mesh), self.state_pairs, regather=regather)
+        step, resharder = self.step, self._resharder(mesh)
+        assembly = assemble(step.graph, mesh, self.grouping, resharder, step.state_pairs, regather=regather)
         assembly = self.restrict(assembly) if self.restrict else assembly
-        assembly = self._with_host(arriving(assembly) if self.graph.pinned else assembly)
-        self.phases["tables"] += time.perf_counter() - began
+        assembly = self._with_host(arriving(assembly) if step.graph.pinned else assembly)
+        self.phase_seconds["tables"] += time.perf_counter() - began
         return assembly
+
+    def count_solve(self, build_seconds: float, solve_seconds: float) -> None:
+        """Adds the seconds of a solve: those in which its program was written, and those of the solver."""
+        self.phase_seconds["build"] += build_seconds
+        self.phase_seconds["solve"] += solve_seconds
 
     def twin(self, solved: Solved) -> Solved | None:
         """A mesh's problem with weights fetched once a use, which takes no less time; None where it is the same."""
@@ -141,13 +150,13 @@ class MeshProblems:
             assembly = self.assembled(mesh, regather=True)
             answer = replace(solved.answer, objective=assembly.problem.evaluate(solved.answer.choice))
             is_other = any(again for _, _, again in assembly.groups)
-            self._twins[mesh] = Solved(assembly=assembly, answer=answer, regather=True) if is_other else None
+            self._twins[mesh] = Solved(assembly=assembly, answer=answer) if is_other else None
         return self._twins[mesh]
 
     def forms(self, solved: Solved) -> list[Solved] | None:
         """A mesh's problem and, if that is another, its twin; None where the twin has not been built yet."""
         mesh = solved.assembly.mesh
-        if solved.regather or any(twin is None for twin in self._twins.values()):
+        if solved.assembly.regather or any(twin is None for twin in self._twins.values()):
             return [solved]
         twin = self._twins.get(mesh)
         return None if twin is None else [solved, twin]
@@ -159,7 +168,7 @@ class MeshProblems:
 
     def row(self, solved: Solved, at: NodePath) -> Budget:
         """The row of all that is live at a node of a mesh's program, under every strategy; without a limit."""
-        key = solved.assembly.mesh, solved.regather, at
+        key = solved.key, at
         if key not in self._rows:
             self._rows[key] = row_with_host(partial(live, at=at, limit=math.inf), solved.assembly)
         return self._rows[key]
@@ -169,28 +178,28 @@ class MeshProblems:
 
         It says what no plan does without, where rows of busy nodes are estimates.
         """
-        key = solved.assembly.mesh, solved.regather
-        if key not in self._rows:
-            self._rows[key] = row_with_host(partial(resident, limit=math.inf), solved.assembly)
-        return self._rows[key]
+        if solved.key not in self._rows:
+            self._rows[solved.key] = row_with_host(partial(resident, limit=math.inf), solved.assembly)
+        return self._rows[solved.key]
 
     def least_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:
         """The fewest bytes that answers on a mesh are thought to need: at the peak nodes seen, each array as small as
         can be, and as much less as what rows count more than there is."""
-        problem, places = (restricted or solved.assembly).problem, {**self.crowded, **self.seen}
+        problem = (restricted or solved.assembly).problem
+        places = {**self.peak_nodes_by_hand, **self.peak_nodes}
         return max((problem.least(self.row(solved, at)) / excess for at, excess in places.items()), default=0.0)
 
     def expected_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:
         """The fewest bytes that answers on a mesh are expected to need, by what the first answer did."""
         return self.scale * self.least_nbytes(solved, restricted)
 
-    def excess(self, solved: Solved, choice: Sequence[int], point: Point) -> float:
+    def _excess(self, solved: Solved, choice: Sequence[int], point: Point) -> float:
         """The factor, at least 1, by which the row at the peak of an answer counts more than there is."""
         return max(1.0, solved.assembly.problem.usage(self.row(solved, point.at), choice) / max(point.nbytes, 1.0))
 
     def peak(self, solved: Solved, choice: Sequence[int]) -> Point:
         """The place where the plan of an answer needs most memory, and the bytes."""
-        key = solved.assembly.mesh, solved.regather, tuple(choice)
+        key = solved.key, tuple(choice)
         if key not in self._points:
             self._points[key] = self._peak(solved, choice)
         point = self._points[key]
@@ -199,22 +208,28 @@ class MeshProblems:
         return point
 
     def _peak(self, solved: Solved, choice: Sequence[int]) -> Point:
-        graph, grouping, mesh = self.graph, self.grouping, solved.assembly.mesh
+        graph, grouping, mesh = self.step.graph, self.grouping, solved.assembly.mesh
         layout = solved.assembly.layout(choice)
         if offloaded := solved.assembly.offloaded(choice):
             point = self.peak(solved, solved.assembly.placements_of(choice))
             return replace(point, nbytes=point.nbytes - away(offloaded_nbytes(graph, layout, offloaded, mesh)))
-        reshardings = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.regather)
-        donated = self.donated or (False,) * len(graph.inputs)
-        memory = peak(graph, grouping, mesh, layout, reshardings, self.state_pairs, donated)
+        reshardings = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.assembly.regather)
+        donated = self.step.donated or (False,) * len(graph.inputs)
+        memory = peak(graph, grouping, mesh, layout, reshardings, self.step.state_pairs, donated)
         return Point(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes)
 
     def look(self, solved: Solved, limit: float) -> None:
         """Notes the peak node of an answer that needs more than the limit, if none was looked at yet."""
-        if not self.seen and (point := self.peak(solved, solved.answer.choice)).nbytes > limit:
-            self.seen[point.at] = self.excess(solved, solved.answer.choice, point)
+        if not self.peak_nodes and (point := self.peak(solved, solved.answer.choice)).nbytes > limit:
+            self.note_peak(solved, solved.answer.choice, point)
             used = solved.assembly.problem.usage(self.row(solved, point.at), solved.answer.choice)
             self.scale = max(1.0, point.nbytes / max(used, 1.0))
+
+    def note_peak(self, solved: Solved, choice: Sequence[int], point: Point, *, by_hand: bool = False) -> None:
+        """Notes the peak node of an answer that needs more than there is, unless it is known."""
+        known = (*self.peak_nodes, *self.peak_nodes_by_hand) if by_hand else self.peak_nodes
+        if point.at not in known:
+            (self.peak_nodes_by_hand if by_hand else self.peak_nodes)[point.at] = self._excess(solved, choice, point)
 
     @property
     def lowest_nbytes(self) -> float:
@@ -228,13 +243,11 @@ class MeshProblems:
         solved, choice = self.lowest.solved, self.lowest.choice
         return solved, replace(solved.answer, choice=choice, objective=solved.assembly.problem.evaluate(choice))
 
-    def plan(self, name: str, solved: Solved, answer: Answer) -> Plan:
-        """The plan of an answer, its state offloaded where that is asked for."""
-        resharder = self._resharder(solved.assembly.mesh)
-        plan = extract_plan(
-            name, solved.assembly, answer, resharder, self.state_pairs, self.donated, self.phases, solved.regather
-        )
-        return with_offloaded(plan, self.graph, solved.assembly.offloaded(answer.choice))
+    def plan(self, planner: str, solved: Solved, answer: Answer) -> Plan:
+        """The plan of an answer that a planner came to, its state offloaded where that is asked for."""
+        assembly, resharder = solved.assembly, self._resharder(solved.assembly.mesh)
+        plan = extract_plan(planner, assembly, answer, resharder, self.step.donated, self.phase_seconds)
+        return with_offloaded(plan, self.step.graph, solved.assembly.offloaded(answer.choice))
 
     def _resharder(self, mesh: Mesh) -> Resharder:
         return self.resharders.setdefault(mesh, Resharder(mesh))

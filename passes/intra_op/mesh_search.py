@@ -19,18 +19,19 @@ from passes.intra_op.memory_limit import (
     InfeasibleRowError,
     fit,
     is_out_of_reach,
-    least_memory,
+    look_for_least,
 )
 from passes.intra_op.mesh_memory import MeshMemory
 from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.meshes import allowed
 from passes.intra_op.proving import Goal, better, proven, run
 from passes.intra_op.restrictions import Restriction
-from passes.ir import Graph, StatePairs
+from passes.ir import Graph
 from passes.plan import INTERRUPTED, Alternative, Plan
 from passes.progress import Progress, SearchContext
 from passes.sharding import Resharder
 from passes.solver import Answer, NotCheaperError, Search, SolverOptions
+from passes.step import Step
 from passes.text import quantities
 
 _ROUGH = 0.1
@@ -45,30 +46,27 @@ plan may be above one by hand. What half and double of it find was not measured
 
 
 def best(
-    name: str,
-    graph: Graph,
+    planner: str,
+    step: Step,
     meshes: Sequence[Mesh],
-    state_pairs: StatePairs,
-    donated: Sequence[bool],
     options: SolverOptions,
     restrict: Restriction | None = None,
     regather: bool = False,
     resharders: dict[Mesh, Resharder] | None = None,
     most_nbytes: float = math.inf,
 ) -> Plan:
-    """The cheapest plan over the meshes that needs at most so many bytes; `resharders` hold what is known of meshes.
+    """The cheapest plan of a step over the meshes that needs at most so many bytes, as one of this planner.
 
-    Raises OverBudgetError where none is found.
+    `resharders` hold what is known of meshes. Raises OverBudgetError where no plan is found.
     """
-    problems = MeshProblems(
-        graph=graph,
-        state_pairs=state_pairs,
-        donated=donated,
-        restrict=restrict,
-        resharders={} if resharders is None else resharders,
-    )
+    problems = MeshProblems(step=step, restrict=restrict, resharders={} if resharders is None else resharders)
     search = MeshSearch(
-        name=name, problems=problems, options=options, regather=regather, has_twins=False, most_nbytes=most_nbytes
+        planner=planner,
+        problems=problems,
+        options=options,
+        regather=regather,
+        has_twins=False,
+        most_nbytes=most_nbytes,
     )
     search.over(meshes)
     if math.isinf(most_nbytes):
@@ -90,7 +88,7 @@ class MeshSearch:
     `context` allows ends the search as soon as there is an answer.
     """
 
-    name: str
+    planner: str
     problems: MeshProblems
     options: SolverOptions
     textbook: Textbook = lambda mesh: ()
@@ -110,7 +108,7 @@ class MeshSearch:
     def over(self, meshes: Sequence[Mesh]) -> None:
         """Solves the program on each mesh, whatever memory that needs; not where none keeps `most_nbytes`."""
         illegal: list[NoLegalPlanError] = []
-        tried = allowed(self.problems.graph, meshes)
+        tried = allowed(self.problems.step.graph, meshes)
         with self.context.ending_early():
             for number, mesh in enumerate(tried):
                 try:
@@ -139,7 +137,7 @@ class MeshSearch:
             least = min(other.answer.objective for other in all_solved)
             if solved.answer.bound < (1 - max(_WORTH_A_LOOK, self._rough.gap)) * least:
                 for base, answer in self.by_hand.answers(self.problems, solved):
-                    if base.regather == solved.regather:
+                    if base.key == solved.key:
                         all_solved[place] = solved = replace(solved, answer=better(answer, solved.answer))
 
     @property
@@ -155,7 +153,7 @@ class MeshSearch:
     @property
     def operators(self) -> int:
         """The operators on all meshes that were solved: a measure of work."""
-        return (len(self.solved) + len(self.problems.twins)) * count(self.problems.graph)
+        return (len(self.solved) + len(self.problems.twins)) * count(self.problems.step.graph)
 
     @property
     def expected_nbytes(self) -> float:
@@ -236,7 +234,7 @@ class MeshSearch:
         """The plan that needs least memory, of those met on the way to the least on every mesh."""
         for solved in (*self.solved, *self.problems.twins):
             memory = MeshMemory(problems=self.problems, solved=solved, limit=0.0)  # with all offloaded that may be
-            least_memory(solved.assembly.problem, solved.answer, self.options, memory)
+            look_for_least(memory, self.options)
         return self.lowest()
 
     def lowest(self) -> Plan:
@@ -254,7 +252,7 @@ class MeshSearch:
         best = min((solved.answer for solved in self.solved), key=lambda answer: answer.objective, default=None)
         self.tell(f"tabulate {mesh}", done, total, best)
         assembly = self.problems.assembled(mesh, self.regather)
-        solved = Solved.unsolved(assembly, self.regather)
+        solved = Solved.unsolved(assembly)
         if self.most_nbytes < math.inf and self.problems.least_nbytes(solved) > self.most_nbytes:
             self.infeasible.append(solved)
             raise InfeasibleRowError(f"no combination of strategies keeps the memory limit on {mesh}")
@@ -274,7 +272,7 @@ class MeshSearch:
     def _extract_plan(self, solved: Solved, answer: Answer, least: float | None = None) -> Plan:
         """The plan of an answer; those of other problems take `least` seconds, or what is known without a limit."""
         others = [other.answer for other in self.solved if other.assembly is not solved.assembly]
-        plan = self.problems.plan(self.name, solved, _beside(answer, others, self._rough.gap, least))
+        plan = self.problems.plan(self.planner, solved, _beside(answer, others, self._rough.gap, least))
         plan = plan.beside([_met(other) for other in self.solved if other.assembly.mesh != solved.assembly.mesh])
         return plan.ended(INTERRUPTED) if self.context.is_interrupted else plan
 
@@ -282,7 +280,7 @@ class MeshSearch:
 def _begun(problems: MeshProblems, solved: Solved, options: SolverOptions, limit: float, cutoff: float) -> Solved:
     """A mesh whose answer was left when it was dearer than another's, gone on with where some keep the limit."""
     memory = MeshMemory(problems=problems, solved=solved, limit=limit)
-    if is_out_of_reach(solved.assembly.problem, solved.answer, memory, problems.seen):
+    if is_out_of_reach(memory):
         raise InfeasibleRowError("no combination of strategies keeps the memory limit")
     if solved.answer.status == "optimal":
         return solved
@@ -314,7 +312,7 @@ def _fitted(
     for solved in twins:
         memory = MeshMemory(problems=problems, solved=solved, limit=limit)
         try:
-            fitted = fit(solved.assembly.problem, solved.answer, memory, options, problems.seen, cutoff)
+            fitted = fit(memory, options, cutoff)
         except InfeasibleRowError:
             raise
         except NotCheaperError as error:
@@ -334,7 +332,7 @@ def _fitted(
 def _twins(search: MeshSearch, solved: Solved, number: int) -> Iterator[Solved]:
     """A mesh's problem as it is, then with weights fetched once a use, which takes no less time."""
     yield solved
-    if search.has_twins and not solved.regather:
+    if search.has_twins and not solved.assembly.regather:
         search.tell(f"tabulate {solved.assembly.mesh}", number, len(search.solved))
         if (twin := search.problems.twin(solved)) is not None:
             yield twin

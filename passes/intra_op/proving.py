@@ -32,8 +32,7 @@ def run(problems: MeshProblems, solved: Solved, options: SolverOptions, cutoff: 
     search = solved.search or Search(solved.assembly.problem, options)
     before = search.clock.build_seconds, search.clock.solve_seconds
     answer = search.run(cutoff, close=close)
-    problems.phases["build"] += answer.build_seconds - before[0]
-    problems.phases["solve"] += answer.solve_seconds - before[1]
+    problems.count_solve(answer.build_seconds - before[0], answer.solve_seconds - before[1])
     return answer
 
 
@@ -57,12 +56,11 @@ def proven(
     """
     (chosen, fitted), cutoff, enough = best, goal.cutoff, goal.enough
     limit = goal.limit if problems.peak(chosen, fitted.answer.choice).nbytes <= goal.limit else goal.allowed
-    memory, least = MeshMemory(problems=problems, solved=chosen, limit=limit), enough
     if not fitted.problem.budgets and problems.peak(chosen, chosen.answer.choice).nbytes <= limit:
         chosen, fitted = _unlimited(problems, chosen, fitted, limit, options)
-    roughly = replace(options, gap=max(options.gap, LOOSE))
-    fitted = filled(fitted, chosen.answer.bound, memory, roughly, cutoff)
-    answer = tightened(fitted, chosen.answer.bound, problems.resident(chosen), memory, options, cutoff, enough)
+    memory, least = MeshMemory(problems=problems, solved=chosen, limit=limit), enough
+    fitted = filled(fitted, memory, replace(options, gap=max(options.gap, LOOSE)), cutoff)
+    answer = tightened(fitted, memory, options, cutoff, enough)
     for solved in meshes:
         most = min(answer.bound, enough)
         forms = problems.forms(solved) if solved.answer.bound < most else []

@@ -45,6 +45,25 @@ class Trial:
     seconds: float = math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class ExpectedBytes:
+    """The bytes of a device that variants are expected to need at least, by those in other numbers of microbatches.
+
+    In fewer microbatches at least as much is needed, in twice as many half as much.
+    """
+
+    _by_count: dict[Variant, dict[int, float]] = field(default_factory=dict[Variant, "dict[int, float]"])
+
+    def note(self, variant: Variant, nbytes: float) -> None:
+        """Notes the least bytes that plans of a variant are expected to need."""
+        self._by_count.setdefault(replace(variant, microbatches=1), {})[variant.count] = nbytes
+
+    def least(self, variant: Variant) -> float:
+        """The least bytes that plans of a variant are expected to need; 0 where nothing is known."""
+        known = self._by_count.get(replace(variant, microbatches=1), {})
+        return max((nbytes * min(1.0, count / variant.count) for count, nbytes in known.items()), default=0.0)
+
+
 @dataclass(slots=True, kw_only=True)
 class VariantTrials:
     """The variants of a step that were planned for at most `limit` bytes, and what they have shown.
@@ -58,8 +77,8 @@ class VariantTrials:
 
     `fitted` are those that fit, the fastest first; `low_memory` those of least memory that do not, `refused` those of
     which plans by hand were left out, and those `waiting` are put off until one fits as it is. `dear` ones take longer
-    than the best on every mesh, whatever memory they need. A plan `by_offloading` that takes much longer than the one
-    without a limit waits until the end.
+    than the best whatever memory they need. A plan `by_offloading` that takes much longer than the one without a limit
+    waits until the end. All of it is written by methods, and read by whoever chooses what is tried.
     """
 
     step: Step
@@ -70,7 +89,6 @@ class VariantTrials:
     context: SearchContext = field(default_factory=SearchContext)
     best: Plan | None = field(default=None, init=False)
     by_offloading: Plan | None = field(default=None, init=False)
-    least_memory_plan: Plan | None = field(default=None, init=False)
     least_seconds: float = field(default=0.0, init=False)
     offloads: bool = field(default=True, init=False)
     operators: int = field(default=0, init=False)
@@ -81,9 +99,7 @@ class VariantTrials:
     refused: list[Trial] = field(default_factory=list[Trial], init=False)
     waiting: list[Trial] = field(default_factory=list[Trial], init=False)
     alternatives: list[Alternative] = field(default_factory=list[Alternative], init=False)
-    _expected_nbytes: dict[Variant, dict[int, float]] = field(
-        default_factory=dict[Variant, "dict[int, float]"], init=False
-    )
+    _expected: ExpectedBytes = field(default_factory=ExpectedBytes, init=False)
     _free: dict[Variant, Trial] = field(default_factory=dict[Variant, Trial], init=False)
     _last: Trial | None = field(default=None, init=False)
 
@@ -95,8 +111,7 @@ class VariantTrials:
     @property
     def fastest(self) -> Plan | None:
         """The fastest plan that fits so far, if any does, one that was put off as well."""
-        known = [plan for plan in (self.best, self.by_offloading) if plan]
-        return min(known, key=lambda plan: plan.step_seconds, default=None)
+        return min(filter(None, (self.best, self.by_offloading)), key=lambda plan: plan.step_seconds, default=None)
 
     def goes_on(self) -> bool:
         """Whether another variant is tried, now that one fits."""
@@ -109,16 +124,12 @@ class VariantTrials:
 
     def is_dear(self, variant: Variant) -> bool:
         """Whether a variant computes more than one that takes longer than the best whatever memory it needs."""
-        dearer = [dear for dear in self.dear if not self.step.has_stacks or dear.kept == variant.kept]
-        return any(computes_more(variant, dear) for dear in dearer)
+        of_stacks = self.step.has_stacks
+        return any(computes_more(variant, dear) for dear in self.dear if not of_stacks or dear.kept == variant.kept)
 
     def may_fit(self, variant: Variant) -> bool:
-        """Whether a variant may keep the limit: in fewer microbatches at least as much is needed, in twice as many half
-        as much.
-        """
-        known = self._expected_nbytes.get(replace(variant, microbatches=1), {})
-        least = max((nbytes * min(1.0, count / variant.count) for count, nbytes in known.items()), default=0.0)
-        return least <= SURELY * self.limit
+        """Whether a variant may keep the limit, by what is known of others."""
+        return self._expected.least(variant) <= SURELY * self.limit
 
     def put_off(self) -> None:
         """Keeps the plan for the end if it takes much longer than without a limit; not where a deadline is set."""
@@ -150,9 +161,9 @@ class VariantTrials:
 
     def planned_freely(self, variant: Variant, step: Step) -> Trial:
         """A variant, which is the `step`, planned without a limit."""
-        if variant in self._free:
-            self._last = self._free[variant]
-            return self._last
+        if trial := self._free.get(variant):
+            self._last = trial
+            return trial
         return self._planned(variant, step, self.limit)
 
     def _planned(self, variant: Variant, step: Step, most_nbytes: float) -> Trial:
@@ -171,9 +182,7 @@ class VariantTrials:
 
     def _best_seconds(self, unlimited: float | None) -> float | None:
         """Seconds of the best plan so far; `unlimited` is that of a variant that may not fit."""
-        if self.best:
-            return self.best.step_seconds
-        return None if self._free else unlimited
+        return self.best.step_seconds if self.best else None if self._free else unlimited
 
     def note(self, trial: Trial) -> None:
         """Notes that a variant was planned, and whether any plan of it may be worth its memory."""
@@ -183,9 +192,8 @@ class VariantTrials:
 
     def put_in_line(self, trial: Trial) -> bool:
         """Whether a variant waits, since its cheapest plan does not fit."""
-        waits = not trial.search.fits(self.limit) and not self.context.is_interrupted
-        if waits:
-            self._expect(trial)
+        if waits := not trial.search.fits(self.limit) and not self.context.is_interrupted:
+            self._expected.note(trial.variant, trial.search.expected_nbytes)
             self.waiting.append(trial)
         return waits
 
@@ -194,15 +202,40 @@ class VariantTrials:
 
         Raises the interruption if that ended the variant's own search.
         """
-        plan, best = self._fitting(trial), self.best
+        plan, is_best = self._fitting(trial), False
         if plan is not None:
             self._tell_of(plan, trial.variant, "keeps the memory limit, and takes longer")
             timed = replace(trial, seconds=plan.step_seconds)
             self.fitted = sorted([*self.fitted, timed], key=lambda fitted: fitted.seconds)
-        if plan is not None and (best is None or plan.step_seconds < best.step_seconds):
-            self.best = plan.of_variant(trial.variant)
+            is_best = self.offer(plan.of_variant(trial.variant))
         self.context.raise_if_interrupted()
-        return self.best is not best
+        return is_best
+
+    def offer(self, plan: Plan) -> bool:
+        """Whether a plan that fits takes less time than the best so far, which it becomes then."""
+        if is_best := self.best is None or plan.step_seconds < self.best.step_seconds:
+            self.best = plan
+        return is_best
+
+    def take_waiting(self, trial: Trial) -> bool:
+        """Whether a variant that waited fits and is the best so far, as `take` has it; it stays in line."""
+        cutoff = self.best.step_seconds if self.best else math.inf
+        trial.search.context = replace(trial.search.context, cutoff=cutoff)
+        return self.take(trial)
+
+    def end_waiting(self) -> None:
+        """Takes all that wait out of line."""
+        self.waiting.clear()
+
+    def bring_nearer(self, trial: Trial, enough: float, *, is_best: bool) -> None:
+        """Brings the plan of a variant that fits nearer to the optimum, where it is the best or may become it.
+
+        That it takes no less than `enough` seconds is all that is proven of it.
+        """
+        cutoff = math.inf if is_best or self.best is None else self.best.step_seconds
+        plan = trial.search.closer(self.limit, cutoff, enough)
+        if plan is not None and plan.step_seconds < cutoff:
+            self.best = plan.of_variant(trial.variant)
 
     def _fitting(self, trial: Trial) -> Plan | None:
         """The cheapest plan of a variant that fits, None if it has none or takes more time than the best so far."""
@@ -217,7 +250,7 @@ class VariantTrials:
             self.low_memory = others[:_LOW_MEMORY]
             if search.by_hand.left_out:
                 self.refused.append(trial)
-            self._expect(trial)
+            self._expected.note(trial.variant, trial.search.expected_nbytes)
             return None
 
     @property
@@ -226,11 +259,6 @@ class VariantTrials:
         if not self.waiting or (self.best is None and self.goes_on()):
             return 1.0
         return _GOOD_ENOUGH if self.best is None or self.goes_on() else math.inf
-
-    def _expect(self, trial: Trial) -> None:
-        """Notes what a variant is expected to need at least, for those in other numbers of microbatches."""
-        of_form = self._expected_nbytes.setdefault(replace(trial.variant, microbatches=1), {})
-        of_form[trial.variant.count] = trial.search.expected_nbytes
 
     def _tell_of(self, plan: Plan, variant: Variant, why: str) -> None:
         """Adds the plan of a variant to the alternatives, as one that may not be taken."""

@@ -66,11 +66,11 @@ def _within_limit(trials: VariantTrials) -> Plan:
         trials.note(trial)
         if not (attempt.may_wait and trials.put_in_line(trial)):
             trials.take(trial)
-    trials.best = _with_more_kept(trials, _fitting(trials))
-    others = [alternative for alternative in trials.alternatives if alternative.seconds != trials.best.step_seconds]
+    best = _with_more_kept(trials, _fitting(trials))
+    others = [alternative for alternative in trials.alternatives if alternative.seconds != best.step_seconds]
     has_forms = trials.offloads or trials.step.layers > 0 or len(trials.step.counts) > 1
     enough = trials.least_seconds if has_forms else math.inf
-    return _with_proven(_closer(trials, trials.best, enough), enough).beside(others)
+    return _with_proven(_closer(trials, best, enough), enough).beside(others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +175,7 @@ def _bisected(trials: VariantTrials, begun: Sequence[int]) -> list[int]:
 
     def fits(trial: Trial) -> bool:
         """Whether one that waited fits and is the best so far."""
-        cutoff = trials.best.step_seconds if trials.best else math.inf
-        trial.search.context = replace(trial.search.context, cutoff=cutoff)
-        if is_best := trials.take(trial):
+        if is_best := trials.take_waiting(trial):
             fitting.append(trial.variant.count)
         return is_best
 
@@ -190,7 +188,7 @@ def _bisected(trials: VariantTrials, begun: Sequence[int]) -> list[int]:
             too_few = middle
     while trials.best is None and unlikely:
         fits(unlikely.pop())
-    trials.waiting.clear()
+    trials.end_waiting()
     return fitting
 
 
@@ -200,12 +198,11 @@ def _fitting(trials: VariantTrials) -> Plan:
     Raises OverBudgetError where that does not fit either.
     """
     for trial in [] if trials.best else trials.refused:
-        plan = trial.search.left_out(trials.limit)
-        if plan and (trials.best is None or plan.step_seconds < trials.best.step_seconds):
-            trials.best = plan.of_variant(trial.variant)
+        if plan := trial.search.left_out(trials.limit):
+            trials.offer(plan.of_variant(trial.variant))
     if (fastest := trials.fastest) is not None:
         return fastest
-    least = trials.least_memory_plan = _of_fewest_nbytes(trials.low_memory)
+    least = _of_fewest_nbytes(trials.low_memory)
     if least is None or least.peak_nbytes > trials.most_nbytes:
         raise OverBudgetError("no variant of the step keeps the memory limit", least_memory_plan=least)
     return least
@@ -219,7 +216,7 @@ def _of_fewest_nbytes(trials: Sequence[Trial]) -> Plan | None:
 
 def _with_more_kept(trials: VariantTrials, best: Plan) -> Plan:
     """The plan with as many of its last layers as can be keeping everything, by bisection."""
-    trials.best = best
+    trials.offer(best)
     fewest, most = 0, len(best.remat)
     while most - fewest > 1 and trials.goes_on():
         middle = (fewest + most) // 2
@@ -244,10 +241,8 @@ def _closer(trials: VariantTrials, best: Plan, enough: float) -> Plan:
     for number, trial in enumerate(nearest):
         if number and trials.context.deadline.is_over():
             break
-        plan = trial.search.closer(trials.limit, best.step_seconds if number else math.inf, enough)
-        if plan and (not number or plan.step_seconds < best.step_seconds):
-            best = trials.best = plan.of_variant(trial.variant)
-    return best
+        trials.bring_nearer(trial, enough, is_best=number == 0)
+    return trials.best or best
 
 
 def _with_proven(plan: Plan, least: float) -> Plan:

@@ -201,16 +201,15 @@ class BlockCosts:
 
         It takes what prices have found out about the meshes.
         """
-        about = name, step.graph, meshes, step.state_pairs, step.donated, options, self.restrict
         try:
-            return best(*about, resharders=self.resharders, most_nbytes=most_nbytes)
+            return best(name, step, meshes, options, self.restrict, resharders=self.resharders, most_nbytes=most_nbytes)
         except OverBudgetError:
             return None
 
     def planned_cost(self, block: Block, mesh: Mesh) -> tuple[StageCost, float]:
         """The cost of a block by its plan, solved to the gap that is asked for, and the least seconds of a step."""
         graph = block.part.graph
-        plan = best("block", graph, [mesh], block.all_pairs, (), self.options, self.restrict)
+        plan = best("block", Step(graph=graph, state_pairs=block.all_pairs), [mesh], self.options, self.restrict)
         resharder = Resharder(plan.mesh)
         reshardings = resharding_plan(graph, plan.layout, resharder, regather=plan.regather)
         return _price(block, plan.layout, resharder, reshardings, plan.phases), plan.solution.bound

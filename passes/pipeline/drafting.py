@@ -1,8 +1,8 @@
 """The drafts of a step: pipelines that are worth planning, by the prices of their blocks.
 
 They are the best partition by prices, and even stages on equal submeshes, as they are made by hand, in the numbers of
-microbatches near to the best. A step is large where it is priced on a sample, or has so many operators that few drafts
-are planned; of such a step fewer numbers of microbatches are looked at, and slower drafts kept.
+microbatches near to the best. Of a large step, which is priced on a sample or has more than `LARGE_NODES` operators,
+fewer numbers of microbatches are looked at, and slower drafts kept.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from passes import inter_op
 from passes.cluster import Cluster, Mesh
 from passes.errors import OverBudgetError, PlanningError
-from passes.inter_op import Candidate, Partition, Submesh, is_chunked, splits_backward
+from passes.inter_op import Candidate, Partition, Submesh, is_chunked, partitions, splits_backward, submeshes
 from passes.intra_op import pins, restrictions
 from passes.ir import Graph
 from passes.pipeline.assemble import body_of
@@ -43,9 +42,13 @@ SLACK = 1.1
 """Drafts may fit that need more than there is by less than this factor: prices are not plans. For a deep pipeline that
 hardly fits, 1.05 and 1.2 find the same, in 1.00 and 1.14 of the work (`python -m benchmarks.settings`)."""
 
-MOST_NODES = 6_000
+MOST_PLANNED_NODES = 6_000
 """Drafts are planned, after the first that fits, while they have no more operators than this in all: a bound on
 the time of planning (`python -m benchmarks.planning cases`). What was measured is at `RIVAL`."""
+
+LARGE_NODES = MOST_PLANNED_NODES // 2
+"""The operators of a step above which it is large: one draft of it is planned, as two would have more than
+`MOST_PLANNED_NODES`."""
 
 MOST_UNFIT = 4
 """The drafts that are planned where no other plan fits, those that need least; and those of a large step in one turn.
@@ -148,26 +151,24 @@ class Drafting:
         return stage if stage is not None and stage.needed_nbytes(1) <= self.limits.by_hand else None
 
     def _partition(self, search: DraftSearch, context: SearchContext) -> Partition | None:
-        """The stages that take least by their prices and keep the limit, if any may be better than the drafts so far.
-
-        Schedules that split the backward are for drafts: they ask for the same stages, and bounds for them are weak.
-        """
-        single = [name for name in self.schedules if not is_chunked(name)]
+        """The stages that take least by their prices and keep the limit, if any may be better than drafts so far."""
         device = self.cluster.group().device
-        unsplit = [name for name in single if not splits_backward(name)]
+        space = partitions.Space(
+            n_layers=self.layers,
+            whole=_everything(self.cluster),
+            choices=submeshes(self.cluster, every=False),
+            n_stages=[n for n in range(2, self.layers + 1) if not self.counts or n in self.counts],
+            idle=False,
+            schedules=_unsplit(self.schedules),
+            microbatches=self._partition_counts(search),
+            memory_limit=search.limits.searched,
+            dispatch_seconds=device.dispatch_seconds,
+            overlap=device.send_overlap,
+        )
         try:
-            return inter_op.partition(
-                self.layers,
-                _everything(self.cluster),
-                inter_op.submeshes(self.cluster, every=False),
+            return partitions.partition(
+                space,
                 self.table,
-                schedules=unsplit or single or ("1f1b",),
-                microbatches=self._partition_counts(search),
-                memory_limit=search.limits.searched,
-                dispatch_seconds=device.dispatch_seconds,
-                overlap=device.send_overlap,
-                n_stages=[n for n in range(2, self.layers + 1) if not self.counts or n in self.counts],
-                idle=False,
                 lower_bound=self.table.bounds.of_layers,
                 prefetch=partial(price_layers, self.table),
                 context=replace(context, cutoff=self._whole_seconds(search.cutoff / (1 + search.least_gain))),
@@ -251,7 +252,16 @@ class Drafting:
     def is_large(self) -> bool:
         """Whether a step is so large that few drafts are planned, and each number of microbatches takes its time."""
         sample = next(iter(self.samples.values()))
-        return sample.left_out > 0 or 2 * size(sample.graph) > MOST_NODES
+        return sample.left_out > 0 or size(sample.graph) > LARGE_NODES
+
+
+def _unsplit(schedules: Sequence[str]) -> Sequence[str]:
+    """The schedules in which a partition is searched, those with a whole backward if there are any.
+
+    Those that split it are for drafts: they ask for the same stages, and bounds for them are weak.
+    """
+    single = [name for name in schedules if not is_chunked(name)]
+    return [name for name in single if not splits_backward(name)] or single or ("1f1b",)
 
 
 def _everything(cluster: Cluster) -> Submesh:

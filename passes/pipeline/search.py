@@ -17,7 +17,7 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError
 from passes.intra_op import pins
 from passes.pipeline.block_costs import BlockCosts
-from passes.pipeline.drafting import MOST_NODES, MOST_UNFIT, NEAR_BEST, SLACK, Drafting, size
+from passes.pipeline.drafting import MOST_PLANNED_NODES, MOST_UNFIT, NEAR_BEST, SLACK, Drafting, size
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.shapes import Draft, Limits, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
@@ -178,7 +178,7 @@ class StagedSearch:
                 if draft.key in self._seen:
                     continue
                 is_enough = best is not None or planned >= MOST_UNFIT
-                if planned and is_enough and (planned + 1) * nodes > MOST_NODES:  # others have about as many
+                if planned and is_enough and (planned + 1) * nodes > MOST_PLANNED_NODES:  # others have about as many
                     break
                 nodes = size(self.plans.written(draft.microbatches).graph)
                 planned += 1

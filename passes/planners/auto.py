@@ -164,7 +164,7 @@ class Auto:
             plan = cheapest_variant(trials)
             return replace(plan, solution=plan.solution.took(time.perf_counter() - began))
         except OverBudgetError as error:
-            least = trials.least_memory_plan
+            least = cast("Plan | None", error.least_memory_plan)
 
             def elsewhere(cluster: Cluster) -> Plan | None:
                 """The variant of least memory on another cluster."""
@@ -185,15 +185,10 @@ class Auto:
         graph = step.graph
         types = [graph.types[v] for v in graph.inputs]
         chosen = pins.placed_inputs(cast("pins.Pins", self.pins), graph.input_names, types)
-        problems = MeshProblems(
-            graph=graph,
-            state_pairs=step.state_pairs,
-            donated=step.donated,
-            offload=offload,
-            restrict=partial(pins.pinned, chosen=chosen) if chosen else None,
-        )
+        restrict = partial(pins.pinned, chosen=chosen) if chosen else None
+        problems = MeshProblems(step=step, offload=offload, restrict=restrict)
         search = MeshSearch(
-            name="auto",
+            planner="auto",
             problems=problems,
             # Plans by hand know nothing of pins.
             textbook=(lambda mesh: ()) if chosen else partial(restrictions.textbook, batch=step.batch),

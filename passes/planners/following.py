@@ -75,7 +75,7 @@ class FollowingStages:
             here = {value: spec for value, (stage, spec) in self._weights(graph).items() if stage == number}
             chosen = {i: here[value] for i, value in enumerate(graph.inputs) if value in here}
             restrict = partial(pins.pinned, chosen=chosen)
-            return best(f"stage {number}", graph, [mesh], part.state_pairs, part.donated, self.solver, restrict)
+            return best(f"stage {number}", part, [mesh], self.solver, restrict)
 
         schedule = "interleaved" if followed.chunks > 1 else "gpipe"
         name = f"following {followed.planner}"

@@ -55,7 +55,7 @@ class DataParallel:
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         mesh = named(cluster, ("data", cluster.n_devices))
         restrict = partial(restrictions.data_parallel, batch=step.batch, rows=step.rows)
-        plan = _best("data parallel", step, mesh, self.solver, restrict)
+        plan = best("data parallel", step, [mesh], self.solver, restrict)
         warn_of_whole_work(plan, step)
         return Planned.of(plan, step)
 
@@ -86,7 +86,7 @@ class Zero:
         state = restrictions.sharded_by_zero(self.stage, step.graph, step.state_pairs, step.batch)
         sizes = zero_sizes([step.graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
-        plan = _best(f"zero-{self.stage}", step, mesh, self.solver, restrict, regather=self.stage == 3)
+        plan = best(f"zero-{self.stage}", step, [mesh], self.solver, restrict, regather=self.stage == 3)
         warn_of_whole_state(plan, step.graph, state)
         warn_of_whole_work(plan, step)
         return Planned.of(plan, step)
@@ -185,13 +185,13 @@ class Megatron:
         step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages if is_staged else 0))
         if not is_staged:
             restrict = partial(restrictions.megatron, batch=step.batch, is_state_cut=self.zero > 0)
-            return Planned.of(_best(self.name, step, mesh, self.solver, restrict), step)
+            return Planned.of(best(self.name, step, [mesh], self.solver, restrict), step)
         firsts = stage_cuts(body_of(step.graph), self.stages)
         schedule = checked_schedule("Megatron", self.schedule, self.interleave)
 
         def plan_stage(part: Step, stage: int) -> Plan:
             restrict = partial(self.restriction, rows=part.rows)
-            return _best(f"stage {stage}", part, mesh, self.solver, restrict)
+            return best(f"stage {stage}", part, [mesh], self.solver, restrict)
 
         return Planned.of(pipelined(self.name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
 
@@ -263,7 +263,7 @@ class Pipeline:
             submesh = stage % self.stages
             meshes = self._laid_out(cluster, submesh, sizes[submesh])
             restrict = by_name[submesh] if by_name[submesh].pins else None
-            return best(f"stage {stage}", part.graph, meshes, part.state_pairs, part.donated, self.solver, restrict)
+            return best(f"stage {stage}", part, meshes, self.solver, restrict)
 
         schedule = checked_schedule("Pipeline", self.schedule, self.interleave)
         name = f"pipeline of {self.stages}" + (f", interleave {self.interleave}" if self.interleave > 1 else "")
@@ -374,15 +374,3 @@ def _check_devices(plan: AnyPlan, cluster: Cluster) -> None:
             f"the plan was made for {plan.n_devices} devices ({plan.shape}), the cluster {cluster.name!r} has "
             f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
         )
-
-
-def _best(
-    name: str,
-    step: Step,
-    mesh: Mesh,
-    options: SolverOptions,
-    restrict: Callable[[Assembly], Assembly],
-    regather: bool = False,
-) -> Plan:
-    """The cheapest plan on one mesh, under a restriction."""
-    return best(name, step.graph, [mesh], step.state_pairs, step.donated, options, restrict, regather)

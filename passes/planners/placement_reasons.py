@@ -119,7 +119,7 @@ def reasons(
         rule = "these are of several types or placements"
         raise PlanningError(explain(repr(pattern), rule, listed, "name one of them, or some that are alike"))
     (spec,), (type,) = specs, types
-    problems = MeshProblems(graph=graph, state_pairs=step.state_pairs, donated=step.donated)
+    problems = MeshProblems(step=step)
     assembly = problems.assembled(mesh, plan.regather)
     rivals: list[Rival] = []
     every = [s for s in _possible(assembly, graph.inputs[positions[0]]) if s != spec and not s.partial]
@@ -130,7 +130,7 @@ def reasons(
             answer = solve(restricted.problem, SolverOptions(gap=ROUGH), close=False)
         except PlanningError:
             continue
-        solved = replace(Solved.unsolved(restricted, plan.regather), answer=answer)
+        solved = replace(Solved.unsolved(restricted), answer=answer)
         peak = problems.peak(solved, answer.choice).nbytes
         rivals.append(Rival(spec=other, seconds=answer.objective, peak_nbytes=peak))
     return Reasons(

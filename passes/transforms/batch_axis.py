@@ -8,7 +8,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.ir import Body, Control, Graph, Node, control_of, phase
@@ -38,14 +38,16 @@ def location(node: Node) -> str:
 class BatchWalk:
     """The placements of a graph's values in time, found node by node.
 
-    `varying` values differ between microbatches. `later` nodes need all microbatches, and `up_front` ones are computed
-    before the loop on the whole batch: a walk that has use for more of these wants them, and is begun again with them.
-    Inside a loop or branch of the user's there is neither a before nor an after: a node that needs either is refused.
-    With `waits`, what reduces the batch in any way has a place, and nothing is wanted up front.
+    `home` is where each value is made. `varying` values differ between microbatches; `later` nodes need all of them.
+    `up_front` nodes are computed before the loop on the whole batch: a walk that has use for more wants them
+    (`wanted_up_front`), and is begun again with them. Inside a loop or branch of the user's there is neither a before
+    nor an after: a node that needs either is refused. With `waits`, what reduces the batch in any way has a place, and
+    nothing is wanted up front. Refusals of the apply phase are `delayed`, which may wait unless the backward pass needs
+    what is refused.
 
-    What a barrier or a loop makes `beside` varying values does not vary, and is made inside the loop nevertheless:
-    weights that enter the barrier of a recomputed layer with its activations would bring all of the forward pass
-    before it.
+    What a barrier or a loop makes `beside` varying values, and what comes of that alone, does not vary, and is made
+    inside the loop nevertheless: weights that enter the barrier of a recomputed layer with its activations would bring
+    all of the forward pass before it.
     """
 
     def __init__(
@@ -64,30 +66,23 @@ class BatchWalk:
         self.wanted_up_front: set[int] = set()
         self.home: dict[int, ShardingSpec] = {}
         self.varying: set[int] = set()
-        self.beside: set[int] = set()  # and what comes of that alone
-        self.mixed: set[int] = set()  # values that come from more than the batch and random keys
-        self.heavy: set[int] = set()  # of these, what products or loops make: not to be computed twice
-        self.joined: set[int] = set()  # late values that are made of pieces of the batch
-        self.free: set[int] = set()
+        self.beside: set[int] = set()
         self.later: set[int] = set()
-        self.late_values: set[int] = set()
         self.placements: dict[int, Placement] = {}
         self.refusals: list[Refusal] = []
-        self.delayed: list[Refusal] = []  # of the apply phase, which may wait unless the backward pass needs it
+        self.delayed: list[Refusal] = []
         self.loops: dict[int, LoopInTime] = {}
-        self.outputs: tuple[ShardingSpec, ...] = ()
-        self.read_specs: dict[int, set[ShardingSpec]] = {}  # where values that microbatches do not change are read
+        self._costly: frozenset[int] = frozenset()
 
     def run(self, inputs: Sequence[ShardingSpec], varying: Iterable[int]) -> None:
         """Places every node, given the placements of the inputs and those inputs that vary."""
         graph = self.graph
         self.home = dict(zip(graph.inputs, inputs, strict=True)) | {v: self.whole_spec(v) for v in graph.constants}
         self.varying = set(varying)
-        self.mixed = {v for v in graph.inputs if v not in self.varying and not graph.types[v].is_key}
+        if not (self.inside or self.waits):  # nothing is wanted up front there
+            self._costly = _costly_beside_the_batch(graph, self.rules, self.varying)
         for index, node in enumerate(graph.nodes):
-            if is_free(graph, index):
-                self.free.update(node.outputs)
-            else:
+            if not is_free(graph, index):
                 self._visit(index, node)
 
     def whole_spec(self, value: int) -> ShardingSpec:
@@ -99,8 +94,7 @@ class BatchWalk:
 
     def _visit(self, index: int, node: Node) -> None:
         """Finds the place of a node: after the loop, before it, inside it, or nowhere."""
-        self._note_mixed(index, node)
-        if not self.late_values.isdisjoint(node.inputs):
+        if self.later and any(self.graph.producers.get(value) in self.later for value in node.inputs):
             self._postpone(index, node)
         elif index in self.up_front or self.varying.isdisjoint(node.inputs):
             self._keep_whole(index, node)
@@ -114,14 +108,6 @@ class BatchWalk:
                 self._refuse(placement)
             self._postpone(index, node)
 
-    def _note_mixed(self, index: int, node: Node) -> None:
-        """Notes the results of a node that come from more than the batch and random keys."""
-        if self.mixed.isdisjoint(node.inputs):
-            return
-        self.mixed.update(v for v in node.outputs if not self.graph.types[v].is_key)
-        if node.subgraphs or not self.rules[index].light or not self.heavy.isdisjoint(node.inputs):
-            self.heavy.update(node.outputs)
-
     def _keep_whole(self, index: int, node: Node) -> None:
         """Leaves a node before the loop, where nothing is cut, or inside if it is beside what varies."""
         self.home.update((v, self.whole_spec(v)) for v in node.outputs)
@@ -133,10 +119,7 @@ class BatchWalk:
 
     def _postpone(self, index: int, node: Node) -> None:
         """Leaves a node for after the loop."""
-        if any(v in self.joined or any(self.spec(v).dims) for v in node.inputs):
-            self.joined.update(node.outputs)
         self.later.add(index)
-        self.late_values.update(node.outputs)
         self.varying.update(node.outputs)
         self.home.update((v, self.whole_spec(v)) for v in node.outputs)
 
@@ -162,11 +145,11 @@ class BatchWalk:
         if self.waits:
             return False
         sums = {v for v in node.inputs if self.is_sum(v)}
-        if self.heavy.isdisjoint(node.inputs) and (not sums or self._cut(index, node, is_any=True)):
+        if self._costly.isdisjoint(node.inputs) and (not sums or self._cut(index, node, is_any=True)):
             self.wanted_up_front.add(index)
             return True
         needed = sums or self.varying.intersection(node.inputs)
-        makers = {self.graph.producers[v] for v in needed - self.heavy if v in self.graph.producers}
+        makers = {self.graph.producers[v] for v in needed - self._costly if v in self.graph.producers}
         if len(makers) < len(needed) or makers <= self.up_front:
             return False
         self.wanted_up_front |= makers
@@ -235,6 +218,21 @@ class BatchWalk:
         """The placement in which a value leaves the loop: each microbatch's own is averaged, which is a sum."""
         spec = self.home[value]
         return ShardingSpec(dims=spec.dims, partial=(AXIS,)) if spec.is_replicated else spec
+
+
+def _costly_beside_the_batch(graph: Graph, rules: Mapping[int, ShardingRule], batch: Collection[int]) -> frozenset[int]:
+    """The values that are not to be computed twice: they come from more than the batch and random keys, by way of
+    products or loops.
+    """
+    beside = {v for v in graph.inputs if v not in batch and not graph.types[v].is_key}
+    costly: set[int] = set()
+    for index, node in enumerate(graph.nodes):
+        if is_free(graph, index) or beside.isdisjoint(node.inputs):
+            continue
+        beside.update(v for v in node.outputs if not graph.types[v].is_key)
+        if node.subgraphs or not rules[index].light or not costly.isdisjoint(node.inputs):
+            costly.update(node.outputs)
+    return frozenset(costly)
 
 
 def _why_not(walk: BatchWalk, node: Node, rule: ShardingRule) -> str:

@@ -14,17 +14,24 @@ from passes.sharding import ShardingSpec
 from passes.transforms.batch_axis import BatchWalk, LoopInTime
 from passes.transforms.time_axis import AXIS, whole
 
+Demand = Mapping[int, set[ShardingSpec]]
+"""The placements in which values that no microbatch changes are read, by value."""
 
-def sink(walk: BatchWalk) -> None:
-    """Computes in pieces what is wanted in pieces only: random bits are drawn a microbatch at a time."""
-    demanded = walk.read_specs
+
+def sink(walk: BatchWalk, outputs: Sequence[ShardingSpec] | None = None) -> Demand:
+    """The demand for values once what is wanted in pieces only is made so: random bits are drawn a microbatch at a
+    time. The outputs of a body are wanted in these placements; those of a program, as they are.
+    """
+    demanded: dict[int, set[ShardingSpec]] = {}
+    free = {v for i, node in enumerate(walk.graph.nodes) if is_free(walk.graph, i) for v in node.outputs}
 
     def want(values: Sequence[int], specs: Sequence[ShardingSpec]) -> None:
         for value, spec in zip(values, specs, strict=True):
-            if value not in walk.varying and value not in walk.free and value not in walk.graph.literals:
+            if value not in walk.varying and value not in free and value not in walk.graph.literals:
                 demanded.setdefault(value, set()).add(spec)
 
-    want(walk.graph.outputs if walk.inside else (), walk.outputs)
+    if outputs is not None:
+        want(walk.graph.outputs, outputs)
     for index in reversed(range(len(walk.graph.nodes))):
         node = walk.graph.nodes[index]
         if index in walk.later or is_free(walk.graph, index):
@@ -38,9 +45,10 @@ def sink(walk: BatchWalk) -> None:
             want(node.inputs, placement.operands)
         elif walk.inside:
             want(node.inputs, walk.placements[index].operands)
+    return demanded
 
 
-def _finished(walk: BatchWalk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement:
+def _finished(walk: BatchWalk, index: int, demanded: Demand) -> Placement:
     """A loop or branch with its bodies; results that microbatches do not change are cut as all want them."""
     node, loop = walk.graph.nodes[index], walk.loops[index]
     entering = {port for body in loop.control.bodies for port in body.inputs}
@@ -52,20 +60,18 @@ def _finished(walk: BatchWalk, index: int, demanded: Mapping[int, set[ShardingSp
         if not spec.partial and not (port_use.stacked and spec.dims[0]):
             loop.ports[port_use.port] = ShardingSpec(dims=spec.dims[1:]) if port_use.stacked else spec
             walk.home[value] = spec
-    for body, inside in zip(loop.control.bodies, loop.walks, strict=True):
-        inside.outputs = tuple(loop.ports[s] for s in body.outputs)
-        sink(inside)
-    _narrow(loop)
-    bodies = zip(loop.control.bodies, loop.walks, strict=True)
-    return loop.placement(tuple(_layout(inside, [loop.ports[s] for s in body.inputs]) for body, inside in bodies))
+    bodies = list(zip(loop.control.bodies, loop.walks, strict=True))
+    outputs = [tuple(loop.ports[port] for port in body.outputs) for body, _ in bodies]
+    _narrow(loop, [sink(inside, leaving) for (_, inside), leaving in zip(bodies, outputs, strict=True)])
+    layouts: list[Layout] = []
+    for (body, inside), leaving in zip(bodies, outputs, strict=True):
+        placements = (inside.placements.get(i) or whole(each, inside.graph) for i, each in enumerate(body.graph.nodes))
+        inputs = tuple(loop.ports[port] for port in body.inputs)
+        layouts.append(Layout(inputs=inputs, placements=tuple(placements), outputs=leaving))
+    return loop.placement(tuple(layouts))
 
 
-def _layout(walk: BatchWalk, inputs: Sequence[ShardingSpec]) -> Layout:
-    placements = [walk.placements.get(i) or whole(node, walk.graph) for i, node in enumerate(walk.graph.nodes)]
-    return Layout(inputs=tuple(inputs), placements=tuple(placements), outputs=walk.outputs)
-
-
-def _in_pieces(walk: BatchWalk, index: int, demanded: Mapping[int, set[ShardingSpec]]) -> Placement | None:
+def _in_pieces(walk: BatchWalk, index: int, demanded: Demand) -> Placement | None:
     """A node that no microbatch changes, cut as everyone wants its result."""
     node, rule = walk.graph.nodes[index], walk.rules[index]
     specs = set(itertools.chain.from_iterable(demanded.get(v, ()) for v in node.outputs))
@@ -84,16 +90,16 @@ def _in_pieces(walk: BatchWalk, index: int, demanded: Mapping[int, set[ShardingS
     return None
 
 
-def _narrow(loop: LoopInTime) -> None:
-    """Takes in pieces what no microbatch changes and every body reads in pieces: a mask broadcast over the batch.
+def _narrow(loop: LoopInTime, demands: Sequence[Demand]) -> None:
+    """Takes in pieces what no microbatch changes and every body reads so, by their `demands`: a mask over the batch.
 
     Whole, it would be as large as that of all microbatches, and each iteration would take its piece of it.
     """
     written = {port for body in loop.control.bodies for port in body.outputs}
     demanded: dict[int, set[ShardingSpec]] = {}
-    for body, inside in zip(loop.control.bodies, loop.walks, strict=True):
+    for body, of_body in zip(loop.control.bodies, demands, strict=True):
         for value, port in zip(body.graph.inputs, body.inputs, strict=True):
-            demanded.setdefault(port, set()).update(inside.read_specs.get(value, ()))
+            demanded.setdefault(port, set()).update(of_body.get(value, ()))
     for port, specs in demanded.items():
         fixed = port not in loop.varying and port not in written and not loop.control.ports[port].whole
         if fixed and len(specs) == 1 and not any(spec.partial for spec in specs):

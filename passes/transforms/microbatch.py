@@ -138,9 +138,7 @@ def _regions(walk: BatchWalk, batch: tuple[int, ...]) -> Split:
     Raises PlanningError if an operator couples microbatches, or nothing is cut.
     """
     graph, count = walk.graph, walk.time.count
-    late = (graph.nodes[i] for i in walk.later if phase(graph.nodes[i]) == "backward")
-    # What is made of sums alone can wait for them, as the gradients of two factors do for that of their product.
-    if any(not walk.joined.isdisjoint(node.outputs) for node in late):
+    if _needs_the_batch_late(walk):
         raise PlanningError(_coupled(walk, batch))
     effects = [i for i, node in enumerate(graph.nodes) if has_effect(node)]
     _check_repeated(walk, effects, count)
@@ -174,6 +172,21 @@ def _regions(walk: BatchWalk, batch: tuple[int, ...]) -> Split:
         carried=tuple(sorted(around.carried.items())),
         flops=inside / total,
     )
+
+
+def _needs_the_batch_late(walk: BatchWalk) -> bool:
+    """Whether the backward pass has a node after the loop that is made of pieces of the batch.
+
+    What is made of sums alone can wait for them, as the gradients of two factors do for that of their product.
+    """
+    of_pieces = {v for v in walk.varying if any(walk.home[v].dims)}
+    for index in sorted(walk.later):
+        node = walk.graph.nodes[index]
+        if not of_pieces.isdisjoint(node.inputs):
+            of_pieces.update(node.outputs)
+            if node.outputs and phase(node) == "backward":
+                return True
+    return False
 
 
 class _AroundTheLoop:

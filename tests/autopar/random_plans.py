@@ -30,4 +30,4 @@ class Dice:
             return replace(assembly, problem=replace(assembly.problem, seconds=priced, edges=edges))
 
         solver, mesh = SolverOptions(tie_radius=None), named(cluster, *zip("xyz", self.sizes, strict=False))
-        return Planned.of(best("dice", step.graph, [mesh], step.state_pairs, step.donated, solver, roll), step)
+        return Planned.of(best("dice", step, [mesh], solver, roll), step)

@@ -25,6 +25,7 @@ from passes.intra_op import MeshProblems, MeshSearch, mesh_problems, named
 from passes.intra_op import extract as read_off
 from passes.planners import infeasible, manual
 from passes.solver import SolverOptions
+from passes.step import Step
 from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.runtime.test_donation import on, pipeline_of
 from tests.autopar.runtime.test_pipeline import OPTIMIZERS, mlp, squared, step_of
@@ -244,8 +245,9 @@ def test_a_pipelines_peak_is_in_its_tasks_or_at_its_end():
 def test_no_bytes_of_a_plan_are_negative_with_state_offloaded():
     traced = trace(momentum_step, wide(), {}, donate_argnums=0)
     cluster = parse_cluster("2:h100")
-    problems = MeshProblems(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated, offload=True)
-    search = MeshSearch(name="auto", problems=problems, options=SolverOptions())
+    step = Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
+    problems = MeshProblems(step=step, offload=True)
+    search = MeshSearch(planner="auto", problems=problems, options=SolverOptions())
     search.over([named(cluster, ("data", 2))])
     assert not search.cheapest.offloaded
     (solved,) = search.solved

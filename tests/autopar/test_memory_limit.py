@@ -20,6 +20,7 @@ from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op import MeshProblems, MeshSearch, by_hand, cheapest_variant, memory_limit, named, restrictions
 from passes.solver import SolverOptions, solve
+from passes.step import Step
 from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.autopar.rewrite.test_remat import arguments, train_step
 from tests.autopar.tools.test_progress import varied
@@ -132,8 +133,8 @@ def test_nothing_is_solved_within_a_limit_that_is_seen_to_be_out_of_reach(monkey
     """Neither plans by hand nor programs with budgets: the least that is live says so at once."""
     state, batch = wide()
     traced = trace(momentum_step, (state, batch), {}, donate_argnums=(0,))
-    problems = MeshProblems(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
-    search = MeshSearch(name="auto", problems=problems, options=SolverOptions(), textbook=restrictions.textbook)
+    problems = MeshProblems(step=Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated))
+    search = MeshSearch(planner="auto", problems=problems, options=SolverOptions(), textbook=restrictions.textbook)
     search.over([named(parse_cluster("8:h100"), ("x", 8))])
     least = search.least_memory().peak_nbytes
     asked: list[object] = []

@@ -276,7 +276,7 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Drafting, "worth", twice)
         patch.setattr(StagePlans, "plan", pressed)
-        patch.setattr(staged, "MOST_NODES", 10**9)
+        patch.setattr(staged, "MOST_PLANNED_NODES", 10**9)
         with pytest.raises(KeyboardInterrupt):
             run(interruptible=False)
         planned.clear()
@@ -290,7 +290,7 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
     assert found.firsts == uninterrupted.firsts
     with pytest.raises(KeyboardInterrupt):
         run(interruptible=False)
-    partition = inter_op.partition
+    partition = inter_op.partitions.partition
 
     def pressed_with_a_partition(*args, context, **options):
         best = partition(*args, context=context, **options)
@@ -300,7 +300,7 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
 
     monkeypatch.setattr(Drafting, "_partition", looked_for)
     monkeypatch.setattr(Drafting, "_by_hand", lambda *_: None)
-    monkeypatch.setattr(inter_op, "partition", pressed_with_a_partition)
+    monkeypatch.setattr(inter_op.partitions, "partition", pressed_with_a_partition)
     found = run()
     assert found.is_interrupted
     assert len(found.stages) > 1

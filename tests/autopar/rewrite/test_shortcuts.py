@@ -156,14 +156,17 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
         table = table_of(traced, graphs, cluster, 4, block_costs, StageCostTable if lazy else EveryPrice)
         if lazy:
             table.survey([choice.n_devices for choice in inter_op.submeshes(cluster)])
-        partition = inter_op.partition(
-            4,
-            whole,
-            inter_op.submeshes(cluster),
-            table,
+        space = inter_op.partitions.Space(
+            n_layers=4,
+            whole=whole,
+            choices=inter_op.submeshes(cluster),
             schedules=("1f1b", "eager-1f1b"),
             microbatches=(4, 8),
             idle=False,
+        )
+        partition = inter_op.partitions.partition(
+            space,
+            table,
             lower_bound=table.bounds.of_layers if lazy else None,
             prefetch=functools.partial(price_layers, table) if lazy else None,
         )
@@ -297,7 +300,8 @@ def test_a_chain_of_blocks_costs_what_its_blocks_do():
     begins = in_blocks(body_of(graphs[4]), 3).firsts
     run = stages.cut(graphs[4], (0, begins[first], begins[first + count]), traced.state_pairs).parts[1]
     for mesh in layouts(MESH.cluster, 4, 2):
-        plan = best("stage", run.graph, [mesh], stages.state_pairs_of(run, graphs[4], traced.state_pairs), (), EXACT)
+        state_pairs = stages.state_pairs_of(run, graphs[4], traced.state_pairs)
+        plan = best("stage", Step(graph=run.graph, state_pairs=state_pairs), [mesh], EXACT)
         together, one = (
             layout_cost(run, plan.layout, plan.mesh, plan.phases),
             table.block_costs.price(blocks[first], mesh),
@@ -320,7 +324,8 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     plans = []
     for part in (first, second):
         state_pairs = stages.state_pairs_of(part, graph, traced.state_pairs)
-        plans.append(best("stage", part.graph, layouts(MESH.cluster, 4, 2), state_pairs, (), SolverOptions()))
+        step = Step(graph=part.graph, state_pairs=state_pairs)
+        plans.append(best("stage", step, layouts(MESH.cluster, 4, 2), SolverOptions()))
     state_pairs = stages.state_pairs_of(second, graph, traced.state_pairs)
     elsewhere = replace(first.graph, nodes=tuple(replace(node, source="") for node in first.graph.nodes))
     for planned in (first.graph, elsewhere):

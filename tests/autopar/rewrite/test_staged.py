@@ -18,7 +18,7 @@ from passes.errors import OverBudgetError
 from passes.inter_op import SCHEDULES, is_chunked
 from passes.intra_op import layouts
 from passes.pipeline import Limits, StagedSearch, layers_of, samples_of
-from passes.pipeline.drafting import MOST_NODES, MOST_UNFIT
+from passes.pipeline.drafting import MOST_PLANNED_NODES, MOST_UNFIT
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.samples import anchors, near
 from passes.pipeline.shapes import Draft, Shape
@@ -310,7 +310,7 @@ def test_few_drafts_of_a_large_step_are_planned_where_none_fits(nodes: int, monk
     monkeypatch.setattr(StagePlans, "plan", planned_plan)
     monkeypatch.setattr("passes.pipeline.search.size", lambda graph: nodes)
     assert search._best(drafts, math.inf) == (None, 10**9)
-    assert len(planned) == max(MOST_UNFIT, MOST_NODES // nodes)
+    assert len(planned) == max(MOST_UNFIT, MOST_PLANNED_NODES // nodes)
 
 
 def test_a_number_of_microbatches_that_cannot_be_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

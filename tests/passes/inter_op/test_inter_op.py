@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from passes.errors import PlanningError
-from passes.inter_op import Candidate, LowerBound, Partition, Submesh, Transfer, build, partition, simulate
+from passes.inter_op import Candidate, LowerBound, Partition, Submesh, Transfer, build, partitions, simulate
 from passes.inter_op.schedules import in_flight
 from tests.sample import some
+
+PARTS_OF_THE_SEARCH = ("lower_bound", "prefetch", "most_extended", "context")
 
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1")
 
@@ -67,6 +69,13 @@ class Random:
 
     def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
         return self._random("link", senders, receivers).uniform(0, self.hop / 20) * nbytes
+
+
+def partition(n_layers: int, whole: Submesh, choices: tuple[Submesh, ...], table: Any, **options: Any) -> Any:
+    """The best partition, by options of the search and of its space together."""
+    searching = {name: options.pop(name) for name in PARTS_OF_THE_SEARCH if name in options}
+    space = partitions.Space(n_layers=n_layers, whole=whole, choices=choices, **options)
+    return partitions.partition(space, table, **searching)
 
 
 def key_of(first: int, last: int, submesh: Submesh) -> str:
@@ -211,7 +220,7 @@ def test_nothing_is_better_than_what_is_found(seed: int) -> None:
             memory_limit=memory_limit,
             dispatch_seconds=dispatch,
             idle=idle,
-            proof=proof,
+            most_extended=proof,
         )
 
     if math.isinf(best):
@@ -254,7 +263,7 @@ def test_what_cannot_be_in_the_best_partition_need_not_be_asked_for(seed: int, s
         "schedules": schedules,
         "microbatches": (4, 6),
         "memory_limit": 12 + seed,
-        "proof": 10**6,
+        "most_extended": 10**6,
     }
     wanted = outcome(n_layers, whole, shaped(whole, sizes), everything, **options)
     found = outcome(n_layers, whole, shaped(whole, sizes), few, **options, lower_bound=least)

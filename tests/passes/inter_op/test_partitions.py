@@ -12,11 +12,11 @@ import pytest
 
 from passes.cluster import Cluster, parse_cluster
 from passes.errors import ClusterError, PlanningError
-from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, even, partition, submeshes
+from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, even, submeshes
 from passes.inter_op.costs import in_flight_counts
 from passes.inter_op.schedules import in_flight
 from passes.progress import SearchContext
-from tests.passes.inter_op.test_inter_op import CASES, SCHEDULES, Random, brute_force, host, shaped
+from tests.passes.inter_op.test_inter_op import CASES, SCHEDULES, Random, brute_force, host, partition, shaped
 from tests.sample import some
 
 
@@ -86,7 +86,7 @@ def test_the_dynamic_program_alone_is_close(seed: int) -> None:
     table, choices = Random(seed=seed, holes=0, hop=0), shaped(whole, sizes)
     options: dict[str, Any] = {"schedules": ("gpipe", "1f1b"), "microbatches": (4, 6)}
     best = brute_force(n_layers, whole, choices, table, **options)
-    partition_found = partition(n_layers, whole, choices, table, **options, proof=0)
+    partition_found = partition(n_layers, whole, choices, table, **options, most_extended=0)
     assert partition_found.bound <= best * (1 + 1e-9)
     assert best * (1 - 1e-9) <= partition_found.seconds <= 1.06 * best
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from passes.inter_op import Submesh, partition, partitions
+from passes.inter_op import Submesh, partitions
 from passes.inter_op.choices import LowerBound, place
 from passes.inter_op.costs import entries
 from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
 from passes.inter_op.infeasible import infeasible_error
 from passes.inter_op.requests import Requests
 from passes.inter_op.search import branch_and_bound
-from tests.passes.inter_op.test_inter_op import CASES, Random, brute_force, host, shaped
+from tests.passes.inter_op.test_inter_op import CASES, Random, brute_force, host, partition, shaped
 from tests.passes.inter_op.test_partitions import Alike
 
 LAYERS, DEVICES = 4, 4
@@ -112,7 +112,7 @@ def test_branch_and_bound_alone_comes_to_the_optimum(seed: int, monkeypatch: pyt
         return proofs[-1]
 
     monkeypatch.setattr(partitions, "branch_and_bound", proved)
-    partition_found = partition(n_layers, whole, choices, Random(seed=seed), **options, proof=10**6)
+    partition_found = partition(n_layers, whole, choices, Random(seed=seed), **options, most_extended=10**6)
     best = brute_force(n_layers, whole, choices, Random(seed=seed), **options)
     assert partition_found.statistics.programs == 0
     assert partition_found.seconds == pytest.approx(best)

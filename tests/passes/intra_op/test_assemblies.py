@@ -43,6 +43,7 @@ from passes.placement import Layout, Placement, group, resharding_plan
 from passes.planners.checks import check_devices
 from passes.sharding import Resharder, ShardingSpec, parse_spec, replicated
 from passes.solver import SolverOptions, solve
+from passes.step import Step
 
 CLUSTER = parse_cluster("8:a100-80g")
 MESH = Mesh(axes=("x", "y"), sizes=(4, 2), cluster=CLUSTER)
@@ -214,8 +215,8 @@ def test_most_is_live_where_the_gradient_is_made_beside_what_it_is_made_of() -> 
 
 
 def test_of_a_mesh_s_memory_offloading_leaves_buffers_and_only_as_much_is_offloaded_as_the_limit_takes() -> None:
-    problems = MeshProblems(graph=GRAPH, state_pairs=STATE, donated=(), offload=True)
-    solved = Solved.unsolved(problems.assembled(MESH, False), False)
+    problems = MeshProblems(step=Step(graph=GRAPH, state_pairs=STATE), offload=True)
+    solved = Solved.unsolved(problems.assembled(MESH, False))
     needed = problems.peak(solved, solved.answer.choice).nbytes
     assert problems.lowest_nbytes == needed
     roomy, tight = (MeshMemory(problems=problems, solved=solved, limit=limit) for limit in (needed, needed / 2))

@@ -13,6 +13,7 @@ from autopar.frontend import trace
 from passes.cluster import parse_cluster
 from passes.intra_op import MeshProblems, MeshSearch, named, proving, restrictions
 from passes.solver import SolverOptions
+from passes.step import Step
 
 SHARE = 0.7
 """Of what the plan without a limit needs."""
@@ -35,8 +36,8 @@ def searched(share: float) -> tuple[MeshSearch, float]:
     weights = [(jax.ShapeDtypeStruct((256, 512), "float32"), jax.ShapeDtypeStruct((512, 256), "float32"))] * 2
     args = weights, weights, jax.ShapeDtypeStruct((128, 256), "float32")
     traced = trace(step, args, {}, donate_argnums=(0, 1))
-    problems = MeshProblems(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
-    search = MeshSearch(name="auto", problems=problems, options=SolverOptions(), textbook=restrictions.textbook)
+    problems = MeshProblems(step=Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated))
+    search = MeshSearch(planner="auto", problems=problems, options=SolverOptions(), textbook=restrictions.textbook)
     cluster = parse_cluster("8:a100-80g")
     search.over([named(cluster, ("x", 8)), named(cluster, ("x", 2), ("y", 4))])
     limit = share * search.cheapest.peak_nbytes
@@ -76,9 +77,9 @@ def test_nothing_is_looked_for_that_takes_longer_than_is_known(monkeypatch: pyte
     cutoffs: list[float] = []
     of_filled = proving.filled
 
-    def filled(fitted: Any, least: float, memory: Any, options: Any, cutoff: float = math.inf, **given: Any) -> Any:
+    def filled(fitted: Any, memory: Any, options: Any, cutoff: float = math.inf, **given: Any) -> Any:
         cutoffs.append(cutoff)
-        return of_filled(fitted, least, memory, options, cutoff, **given)
+        return of_filled(fitted, memory, options, cutoff, **given)
 
     monkeypatch.setattr(proving, "filled", filled)
     known = search.closer(limit, cutoff=0.9 * first.step_seconds)

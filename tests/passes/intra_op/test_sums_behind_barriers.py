@@ -62,5 +62,5 @@ def test_a_sum_that_is_read_on_both_sides_of_a_barrier_is_reduced_once(kept: str
                 choice[node] = int(dice.choice(np.flatnonzero(np.isfinite(seconds)).tolist()))
         told = problem.evaluate(choice)
         answer = replace(best, choice=tuple(choice), objective=told)
-        plan = extract_plan("", assembly, answer, resharder, step.state_pairs, step.donated, {}, regather)
+        plan = extract_plan("", assembly, answer, resharder, step.donated, {})
         assert plan.step_seconds == pytest.approx(told, rel=1e-9)
