@@ -56,3 +56,17 @@ def test_a_step_with_statistics_is_jits(loss: Callable[..., jax.Array], planner:
             f(weight, x) for f in (autopar.parallelize(step_of(loss), planner=planner), jax.jit(step_of(loss)))
         )
         np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_a_running_maximum_is_reduced_where_it_is_scaled():
+    """A scaled maximum of parts was taken for a sum of them: all rows were exchanged for columns."""
+
+    def step(state: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weight, largest = state
+        largest = 0.9 * largest + 0.1 * jnp.max(jnp.abs(x @ weight), 0)
+        return weight - 0.1 * jax.grad(divided)(weight, x), largest
+
+    types = jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((WIDTH,), "float32")
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g")
+    plan = parallel.plan(types, jax.ShapeDtypeStruct((4096, WIDTH), "float32"))
+    assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
