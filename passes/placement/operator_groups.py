@@ -29,8 +29,8 @@ class OperatorGroup:
     side of a barrier they stand. A `rooted` operator group transforms graph inputs only. One that `adds` only adds up
     what heavy operators make, and what reads the sum is another: so summands may be added first and reduced once,
     before the rest cuts the sum. `outside` has a class of ours for classes of other groups, by their numbers: what
-    stands for one dimension there does so here, on both sides of a reduction. Built up by `group` and not changed
-    afterwards.
+    stands for one dimension there does so here, on both sides of a reduction; so is `repeated`, of what gradients of
+    one row of classes are repeated along. Built up by `group` and not changed afterwards.
     """
 
     phase: Phase
@@ -43,6 +43,7 @@ class OperatorGroup:
     factor_classes: dict[int, list[int]] = field(default_factory=dict)
     value_classes: dict[int, list[int]] = field(default_factory=dict)
     outside: dict[tuple[int, int], int] = field(default_factory=dict)
+    repeated: dict[tuple[int | tuple[int, ...], ...], int] = field(default_factory=dict)
 
     def find(self, cls: int) -> int:
         """The representative of a class."""
@@ -107,6 +108,18 @@ class OperatorGroup:
             for value, factors in zip(values, dims, strict=True):
                 if value not in self.value_classes and value not in graph.literals:
                     self.value_classes[value] = [classes[f] if f >= 0 else -1 for f in factors] if factors else []
+        if rule.shape_parameter and reads and self.phase == "backward":
+            self._repeat(reads[0], node.outputs[0], rule)
+
+    def _repeat(self, value: int, result: int, rule: ShardingRule) -> None:
+        """Makes one class of what gradients of the same dimensions are repeated along, as those of several losses are
+        along the batch: an axis may cut one class of a group.
+        """
+        row = tuple(map(self.find, self.value_classes.get(value, ())))
+        for d, factor in enumerate(rule.results[0]) if row else ():
+            if rule.repeats(d):
+                ours = self.value_classes[result][d]
+                self.unite(self.repeated.setdefault((row, d, rule.factors[factor].size), ours), ours)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,3 +70,22 @@ def test_a_running_maximum_is_reduced_where_it_is_scaled():
     parallel = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g")
     plan = parallel.plan(types, jax.ShapeDtypeStruct((4096, WIDTH), "float32"))
     assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
+
+
+def test_gradients_of_several_losses_stay_on_their_rows():
+    """Two rows of gradients were spread over the batch apart, and one of them could not be cut: rows were gathered."""
+
+    def step(weights: tuple[jax.Array, ...], x: jax.Array) -> Any:
+        def losses(weights: tuple[jax.Array, ...]) -> jax.Array:
+            up, left, right = weights
+            y = jnp.tanh(x @ up)
+            return jnp.stack([jnp.sum((y @ left)[:, 0] ** 2), jnp.sum((y @ right)[:, 0] ** 3)])
+
+        jacobians = jax.jacrev(losses)(weights)
+        return jax.tree.map(lambda w, j: w - 0.1 * j[0] - 0.2 * j[1], weights, jacobians)
+
+    types = [
+        jax.ShapeDtypeStruct(shape, "float32") for shape in ((WIDTH, WIDTH), (WIDTH, 1), (WIDTH, 1), (4096, WIDTH))
+    ]
+    plan = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(types[:3], types[3])
+    assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
