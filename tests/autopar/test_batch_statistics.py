@@ -34,12 +34,19 @@ def softened(weight: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum((shares - y) ** 2 / (1 + (shares * y).sum(0, keepdims=True) ** 2))
 
 
+def whitened(weight: jax.Array, x: jax.Array) -> jax.Array:
+    y = jnp.tanh(x @ weight)
+    centred = y - y.mean(0)
+    factor = jnp.linalg.cholesky(jnp.cov(y.T) + jnp.eye(weight.shape[1]))
+    return jnp.sum((centred @ jnp.linalg.inv(factor)) ** 2)
+
+
 def step_of(loss: Callable[..., jax.Array]) -> Callable[..., Any]:
     return lambda weight, x: weight - 0.1 * jax.grad(loss)(weight, x)
 
 
 @pytest.mark.parametrize("planner", BY_HAND, ids=lambda planner: type(planner).__name__)
-@pytest.mark.parametrize("loss", [divided, normed, softened])
+@pytest.mark.parametrize("loss", [divided, normed, softened, whitened])
 def test_sums_over_the_batch_are_all_that_is_sent(loss: Callable[..., jax.Array], planner: Any):
     """The batch of a gradient that was summed and broadcast again was another class than that of what it met there."""
     types = jax.ShapeDtypeStruct((WIDTH, WIDTH), "float32"), jax.ShapeDtypeStruct((65536, WIDTH), "float32")
@@ -47,7 +54,7 @@ def test_sums_over_the_batch_are_all_that_is_sent(loss: Callable[..., jax.Array]
     assert max(collective.nbytes for collective in plan.collectives) <= types[0].size * 4
 
 
-@pytest.mark.parametrize(("loss", "planner"), each([divided, normed, softened], [*BY_HAND, autopar.Auto()]))
+@pytest.mark.parametrize(("loss", "planner"), each([divided, normed, softened, whitened], [*BY_HAND, autopar.Auto()]))
 def test_a_step_with_statistics_is_jits(loss: Callable[..., jax.Array], planner: Any):
     with jax.enable_x64(True):
         draws = np.random.default_rng(0)
