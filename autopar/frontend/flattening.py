@@ -44,6 +44,7 @@ from autopar.frontend.primitives import (
     dtype_name,
     linear_solver,
     node_params,
+    outside_kernels,
     placed_by,
     plain_params,
     type_of,
@@ -204,8 +205,8 @@ class _Builder:
             return self.constrained(outputs, results, site)
         if name in PUTS and all(shardings := placed_by(equation)[1]):
             return self.constrained(inputs, shardings, site)
-        if (solver := linear_solver(equation)) is not None:
-            jaxpr, taken = solver
+        if (callee := linear_solver(equation) or outside_kernels(equation)) is not None:
+            jaxpr, taken = callee
             return self.inline(*jax_compat.open_jaxpr(jaxpr), [inputs[i] for i in taken], site)
         for simpler in (dimension_reduction, without_elements, by_extreme, tested_by_row, self.row_loops.of):
             if (jaxpr := simpler(equation)) is not None:

@@ -55,6 +55,9 @@ ALONE = PLACED | {
 that the first row's key draws for all.
 """
 
+KERNELS = frozenset({"mosaic"})
+"""Platforms on which Pallas lowers the inside of a kernel, and JAX no program."""
+
 THREEFRY = "key<fry>"
 """The dtype of keys of which each draws its own numbers, however many there are."""
 
@@ -94,6 +97,17 @@ def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
     counts, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
     first, sides = counts.matvec + counts.vecmat, sum(counts)
     return solve, (*range(first, first + counts.solve), *range(sides, len(equation.invars)))
+
+
+def outside_kernels(equation: Any) -> tuple[Any, Sequence[int]] | None:
+    """(the jaxpr of a choice by platform that runs outside kernels, the positions of the operands that it takes) where
+    there is one; None for all else.
+
+    `jnp.diagonal` has a branch for kernels. A branch that never runs would have its collectives planned and priced.
+    """
+    platforms = equation.params.get("branches_platforms") or ()
+    runs = [i for i, names in enumerate(platforms) if names is None or not KERNELS.issuperset(names)]
+    return (equation.params["branches"][runs[0]], range(1, len(equation.invars))) if len(runs) == 1 else None
 
 
 def without_elements(equation: Any) -> Any:

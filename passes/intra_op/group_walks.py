@@ -296,12 +296,14 @@ class GroupWalks:
 
         Where the result is larger than what comes in partial, reducing first is cheaper.
         """
-        incoming = [operand for operand, value in member.may_be_partial if axis in walk.at(value).partial]
+        incoming = {o: spec for o, value in member.may_be_partial if axis in (spec := walk.at(value)).partial}
         if not incoming:
             return member.fresh if cls == PARTIAL else None
         if all(member.form.grows[operand] for operand in incoming):
             return None
+        reductions = {spec.reduction for spec in incoming.values()}  # a scaled maximum of parts is no sum of them
         for factor, properties in enumerate(member.form.rule.factors):
-            if not properties.size and properties.partial and set(properties.partial).issuperset(incoming):
+            passes_on = set(properties.partial).issuperset(incoming) and reductions == {properties.reduction}
+            if not properties.size and properties.partial and passes_on:
                 return factor
         return None

@@ -29,8 +29,8 @@ class OperatorGroup:
     side of a barrier they stand. A `rooted` operator group transforms graph inputs only. One that `adds` only adds up
     what heavy operators make, and what reads the sum is another: so summands may be added first and reduced once,
     before the rest cuts the sum. `outside` has a class of ours for classes of other groups, by their numbers: what
-    stands for one dimension there does so here, on both sides of a reduction. Built up by `group` and not changed
-    afterwards.
+    stands for one dimension there does so here, on both sides of a reduction; so is `repeated`, of what gradients of
+    one row of classes are repeated along. Built up by `group` and not changed afterwards.
     """
 
     phase: Phase
@@ -43,6 +43,7 @@ class OperatorGroup:
     factor_classes: dict[int, list[int]] = field(default_factory=dict)
     value_classes: dict[int, list[int]] = field(default_factory=dict)
     outside: dict[tuple[int, int], int] = field(default_factory=dict)
+    origins: dict[int, tuple[int, int] | None] = field(default_factory=dict)
 
     def find(self, cls: int) -> int:
         """The representative of a class."""
@@ -68,9 +69,20 @@ class OperatorGroup:
                         return False
                     renamed.append(row)
         self.parents[higher] = lower
+        if higher in self.origins:
+            self.origins.setdefault(lower, self.origins[higher])
         for row in renamed:
             row[:] = [lower if cls == higher else cls for cls in row]
         return True
+
+    def meet(self, ours: int, source: OperatorGroup, theirs: tuple[int, int], *, leads: bool) -> None:
+        """Makes one class of a class of ours and those that came from where it does: a class of the `source`, by
+        number, or, if it `leads` a value there, the first that it has been.
+        """
+        begin = source.origins.get(theirs[1], theirs if leads else None)
+        self.origins.setdefault(ours, begin)
+        for origin in (theirs, begin or theirs) if self.light else ():
+            self.unite(self.outside.setdefault(origin, ours), ours)
 
     @property
     def classes(self) -> list[int]:
@@ -190,8 +202,7 @@ class _Grouper:
             if other_group != host and self.operator_groups[other_group].rooted:
                 self._absorb(host, other_group, index)
         operator_group.join(index, self.graph, rule, self.roots)
-        if rule.light:
-            self._agree(operator_group, host, node)
+        self._agree(operator_group, host, node)
         # What a heavy operator alone reads, as a half-precision copy of a weight, may lie otherwise than it is read.
         for value in node.inputs if rule.light else ():
             if value in self.single and value not in operator_group_of_value:
@@ -206,7 +217,8 @@ class _Grouper:
             operator_group_of_value[value] = host
 
     def _agree(self, operator_group: OperatorGroup, host: int, node: Node) -> None:
-        """Makes one class of those that stand for dimensions of one class in the operator group that they come from.
+        """Makes one class of those that stand for dimensions of one class in the operator group that they come from,
+        or, for rows, in the first one of all, through whichever others.
 
         A gradient that is summed over the batch, and broadcast again to be multiplied with another value of the batch,
         would otherwise have the batch on two classes, of which an axis may have one.
@@ -218,10 +230,9 @@ class _Grouper:
                 continue
             source = self.operator_groups[number]
             rows = source.value_classes.get(value, ()), operator_group.value_classes[value]
-            for theirs, ours in zip(*rows, strict=False):
+            for d, (theirs, ours) in enumerate(zip(*rows, strict=False)):
                 if theirs >= 0 and ours >= 0:
-                    first = operator_group.outside.setdefault((number, source.find(theirs)), ours)
-                    operator_group.unite(first, ours)
+                    operator_group.meet(ours, source, (number, source.find(theirs)), leads=d == 0)
 
     def _host(self, index: int, when: Phase) -> int | None:
         """The operator group that a light node joins: that of its largest operand, in its own phase; of equals the

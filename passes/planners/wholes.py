@@ -27,10 +27,13 @@ Work = tuple[float, bool, str, str]
 
 
 def warn_of_whole_state(plan: Plan, graph: Graph, state: Sequence[int]) -> None:
-    """Warns where a good part of what ZeRO should cut is whole on every device, as no axis divides it."""
+    """Warns where a good part of what ZeRO should cut is whole on every device, as no axis divides it; a key or a count
+    has nothing to cut.
+    """
     at = dict(zip(graph.inputs, plan.inputs, strict=True))
-    whole = [v for v in state if at[v].is_replicated and plan.mesh.axes]
-    whole_nbytes, total = (sum(graph.types[v].nbytes for v in values) for values in (whole, state))
+    arrays = [v for v in state if graph.types[v].rank]
+    whole = [v for v in arrays if at[v].is_replicated and plan.mesh.axes]
+    whole_nbytes, total = (sum(graph.types[v].nbytes for v in values) for values in (whole, arrays))
     if whole_nbytes > LARGE * total:
         largest = max(whole, key=lambda v: graph.types[v].nbytes)
         name = dict(zip(graph.inputs, graph.input_names, strict=False)).get(largest, f"input {largest}")

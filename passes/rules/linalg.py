@@ -112,6 +112,12 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return replace(base, columns=Columns(count=count, seconds=seconds, nbytes=nbytes))
 
 
+@rule("lu_pivots_to_permutation")
+def _(node: Node, operands: Types, results: Types) -> ShardingRule:
+    """The order that a decomposition's exchanges of rows [..., exchanges] leave its rows [..., rows] in."""
+    return _in_batches(operands[0].rank - 1, operands, results, float(operands[0].size))
+
+
 @rule("triangular_solve")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """Right-hand sides are independent too: columns of b in a x = b, rows of b in x a = b."""

@@ -43,7 +43,7 @@ def sink(walk: BatchWalk, outputs: Sequence[ShardingSpec] | None = None) -> Dema
         elif index not in walk.up_front and (placement := _in_pieces(walk, index, demanded)):
             walk.placements[index] = placement
             want(node.inputs, placement.operands)
-        elif walk.inside:
+        elif index in walk.placements:
             want(node.inputs, walk.placements[index].operands)
     return demanded
 

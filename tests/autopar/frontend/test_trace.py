@@ -338,6 +338,13 @@ def test_linear_systems_are_solved_where_their_batch_is() -> None:
     np.testing.assert_allclose(parallel(bias, x), jax.jit(step)(bias, x), rtol=1e-4, atol=1e-5)
 
 
+def test_a_branch_for_kernels_is_not_planned() -> None:
+    """`jnp.diagonal` has one, whose sum over devices was planned and never ran."""
+    x = jax.ShapeDtypeStruct((8, 4, 4), "float32")
+    graph = autopar.parallelize(jax.vmap(jax.grad(lambda x: jnp.sum(jnp.diagonal(x) ** 2)))).step(x).graph
+    assert {"cond", "platform_index"}.isdisjoint(node.primitive for node in graph.nodes)
+
+
 def test_rows_that_stop_one_by_one_stay_where_they_are() -> None:
     """A loop with a test for each row brought all rows to every device."""
 

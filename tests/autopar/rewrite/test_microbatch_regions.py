@@ -98,3 +98,24 @@ def test_what_keeps_rows_from_being_taken_in_parts_is_named() -> None:
         autopar.PlanningError, match=r"needs its whole batch at once \(slice at .*test_microbatch_regions"
     ):
         autopar.parallelize(step, microbatches=2)(jnp.ones((8, 4)), jnp.ones((16, 8)))
+
+
+def test_draws_that_a_recomputed_layer_makes_again_are_counted_whole() -> None:
+    """In the layer's recomputation rows were masked by a microbatch's own draws, which the count reads all of."""
+
+    def step(w: jax.Array, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        @jax.checkpoint
+        def loss(w: jax.Array, key: jax.Array, x: jax.Array) -> jax.Array:
+            mask = jax.random.uniform(key, x.shape[:1], x.dtype)
+            return (jnp.tanh(jnp.tanh(x @ w) @ w).sum(-1) * mask).sum() / mask.sum()
+
+        value, gradient = jax.value_and_grad(loss)(w, key, x)
+        return w - 0.1 * gradient, value
+
+    draws = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        arguments = draws.normal(size=(8, 8)) / 3, draws.normal(size=(16, 8)), jax.random.key(0)
+        for way in WAYS:
+            got, wanted = autopar.parallelize(step, **way)(*arguments), jax.jit(step)(*arguments)
+            for ours, jits in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(ours, jits, rtol=1e-10, atol=1e-12)

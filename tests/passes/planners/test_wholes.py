@@ -95,3 +95,18 @@ def test_views_that_are_put_together_are_of_the_batch() -> None:
         jax.tree.leaves(parallel(params, *views)), jax.tree.leaves(jax.jit(step)(params, *views)), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_key_and_a_count_have_nothing_to_cut() -> None:
+    """ZeRO-1 of plain gradient descent said that the key stays whole, and to pad it."""
+
+    def step(state: Any, inputs: jax.Array) -> Any:
+        params, key, count = state
+        grads = jax.grad(lambda p: dense(p, inputs + jax.random.normal(key, inputs.shape)))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), jax.random.split(key, 1)[0], count + 1
+
+    state = PARAMS, jax.random.key(0), jnp.zeros((), "int32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        autopar.parallelize(step, cluster="8:a100-80g", planner=autopar.Zero(1)).plan(state, jnp.ones((16, 64, 16)))
+    assert not caught

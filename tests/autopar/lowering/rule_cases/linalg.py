@@ -73,7 +73,10 @@ def _outer(x: jax.Array, y: jax.Array) -> jax.Array:
 def _matrices() -> list[Case]:
     """Batches of matrices that are well-conditioned, so that pieces round as the whole does."""
     x, sides = floats(4, 4, 4) + 6 * np.eye(4), floats(4, 4, 8)
-    symmetric = x + x.swapaxes(1, 2)
+    symmetric, pivots = (
+        x + x.swapaxes(1, 2),
+        np.array([[2, 5, 2, 3], [0, 1, 4, 3], [1, 1, 2, 5], [3, 3, 3, 3]], "int32"),
+    )
     of_any = {"eig": lax.linalg.eig, "hessenberg": lax.linalg.hessenberg, "lu": lax.linalg.lu, "qr": lax.linalg.qr,
               "schur": lax.linalg.schur, "svd": lax.linalg.svd}  # fmt: skip
     of_symmetric = {"cholesky": lax.linalg.cholesky, "eigh": lax.linalg.eigh, "tridiagonal": lax.linalg.tridiagonal}
@@ -85,6 +88,7 @@ def _matrices() -> list[Case]:
         Case("qr", lambda x: lax.linalg.qr(x, full_matrices=False), (floats(4, 8, 4),), "of tall matrices"),
         Case("svd", lambda x: lax.linalg.svd(x, compute_uv=False), (floats(4, 4, 8),), "values alone"),
         Case("householder_product", lax.linalg.householder_product, (x, floats(4, 4))),
+        Case("lu_pivots_to_permutation", partial(lax.linalg.lu_pivots_to_permutation, permutation_size=6), (pivots,)),
         Case("triangular_solve", partial(solve, left_side=True, lower=True), (x, sides), "from the left"),
         Case("triangular_solve", partial(solve, left_side=False), (x, sides.swapaxes(1, 2)), "from the right"),
         Case(
