@@ -57,12 +57,15 @@ def aws_p5(devices: int) -> Cluster:
 
 
 def hosts_of(device: str, devices: int, each: int = 8) -> Cluster:
-    """So many devices of the table in hosts of `each`, or fewer on one host. Raises ValueError for uneven hosts."""
-    if devices <= each:
-        return parse_cluster(f"{devices}:{device}")
-    if devices % each:
+    """So many devices of the table in hosts of `each`, or fewer on one host. Raises ValueError for uneven hosts.
+
+    Layers are a loop here to be planned sooner; what was measured ran them one by one, with no slices to copy.
+    """
+    if devices > each and devices % each:
         raise ValueError(f"{devices} devices do not fill hosts of {each}")
-    return parse_cluster(f"{devices // each}x{each}:{device}")
+    cluster = parse_cluster(f"{devices}:{device}" if devices <= each else f"{devices // each}x{each}:{device}")
+    group = cluster.group()
+    return _grouped(cluster, replace(group, device=replace(group.device, unrolls=True)))
 
 
 def machine(gpu: str, devices: int) -> Cluster | None:
