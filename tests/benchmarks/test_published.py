@@ -16,6 +16,7 @@ from benchmarks.published.alike import DeepMegatron
 from benchmarks.published.flops import megatron_flops, model_flops
 from benchmarks.published.machines import machine
 from benchmarks.published.megatron import gpt_job, work_of
+from benchmarks.published.nanotron import OF_MATMULS
 from benchmarks.published.planned import Configuration, Job, shapes, step
 from benchmarks.published.rows import Answer, Result, Row, number, whole
 from benchmarks.published.running import predict
@@ -77,7 +78,8 @@ def test_rows_have_names_of_their_own_and_a_question_or_a_reason():
 
 
 def test_only_what_set_a_number_of_the_library_or_of_a_machine_is_fitted():
-    library = {"collectives", "matmul", "zero-bubble-tasks"}
+    library = {"collectives", "matmul", "zero-bubble-tasks", "nanotron"}
+    assert {r.name for r in ROWS if r.fitted and r.source == "nanotron"} == set(OF_MATMULS)
     assert all(r.fitted for r in ROWS if r.source == "zero-bubble-tasks")
     assert library <= {r.source for r in ROWS if r.fitted}
     assert [r.name for r in ROWS if r.fitted and r.source not in library] == [
