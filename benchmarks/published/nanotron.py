@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.published import nanotron_llama
-from benchmarks.published.machines import aws_p5, fusing
+from benchmarks.published.machines import aws_p5, fusing, multiplying
 from benchmarks.published.planned import Configuration, Job
 from benchmarks.published.rows import Answer, Fields, Row, Source, number, whole
 from models import llama
@@ -27,21 +27,36 @@ CLEAR_GIB = 72
 TENSOR_COLLECTIVES = 8
 """Of a layer and a microbatch: a gather and a scatter about attention and about the MLP, forward and backward."""
 
-START_SECONDS = 150e-6
-HOP_SECONDS = 58e-6
-STAGED_HOP_SECONDS = 410e-6
-"""Of a collective of tensor devices as nanotron runs it, the start, with the kernels beside it, and a hop of its ring
-in one stage and in several: **fitted** to the source's configurations of few sequences, whose layers take as long
-whatever their microbatches. In one stage 4.4, 8.3 and 15.2 ms a layer on 8, 16 and 32 devices; in several 13, 21, 46
-and 114 ms on 4, 8, 16 and 32, with 1 sequence as with 8. Why a hop takes seven times as long beside transfers the
-source does not say."""
+START_SECONDS, HOP_SECONDS = 150e-6, 58e-6
+"""Of a collective of tensor devices as nanotron runs it in one stage, the start, with the kernels beside it, and a hop
+of its ring: **fitted** to the source's configurations of few sequences, whose layers take as long whatever their
+microbatches: 4.4, 8.3 and 15.2 ms on 8, 16 and 32 devices."""
+
+STAGED_START_SECONDS, STAGED_HOP_SECONDS, STAGED_FAR_SECONDS = 830e-6, 260e-6, 350e-6
+"""The same in several stages, and of a hop beyond a host's devices: **fitted** to 8.7, 13, 21 and 46 ms a layer on 2,
+4, 8 and 16 devices, with 1 sequence as with 8, and 83 on 32, whose jobs wait for slow transfers besides. Why these take
+longer beside transfers the source does not say."""
 
 
 SLOW_TRANSFER_SECONDS = 0.285
 """Of an array from stage to stage in large jobs, for which both stages wait: **fitted** to the source. With stages on
 512 devices, or on 256 with several sequences a microbatch, 118 of 121 jobs take 0.57 s more for each microbatch in two
-stages, where a stage sends once and receives once, and 1.14 s in more, where it does both twice. So do 74 of the other
-241: all 12 that fill more than 66 GiB, and 62 that nothing printed tells from the rest. The source does not say why."""
+stages, where a stage sends once and receives once, and 1.14 s in more, where it does both twice. So do all 12 that fill
+more than 66 GiB, 17 of 18 with 32 tensor devices, and, of one sequence a microbatch, all 6 on 256 devices under ZeRO-1
+over 32 or more, and 25 of 26 on fewer devices under ZeRO-0 in 4 copies or more, or in 2 on 64 devices or more. Of the
+others 2 of 36 under ZeRO-0 do, and 9 of 123 under ZeRO-1. The source does not say why."""
+
+
+MATMULS = 625e12 / 989e12
+"""The share of an H100's peak that large products reach in nanotron's trainings, with FlashAttention 2 for this share
+too: **fitted** to the rows `OF_MATMULS`, whose microbatches are long, which say 630, 590 and 650 TFLOP/s. A training
+keeps the card at its 700 W; the 794 of the table are the best of a benchmark's products, one after the other."""
+
+OF_MATMULS = (
+    "8B tp1 pp4 dp8 zero1 micro1 accumulated32",
+    "8B tp2 pp1 dp32 zero1 micro2 accumulated4",
+    "8B tp4 pp1 dp4 zero1 micro4 accumulated16",
+)
 
 
 KEPT_BY_VIEWS = 6
@@ -114,7 +129,7 @@ class OnNanotron(Configuration):
     def whole_nbytes(self) -> float:
         """Bytes of gathered inputs on a device of the first of several stages, of every microbatch on its way."""
         is_kept = 1 < self.tensor <= self.cluster.group().devices_per_host and self.pipeline > 1
-        return KEPT_WHOLE * self._features_in_flight if is_kept and not self.has_slow_transfers else 0.0
+        return KEPT_WHOLE * self._features_in_flight if is_kept and not self._is_large else 0.0
 
     @property
     def sums_nbytes(self) -> float:
@@ -132,15 +147,24 @@ class OnNanotron(Configuration):
     @property
     def collectives_seconds(self) -> float:
         """Seconds of a step that the hops of tensor devices' collectives take, those of the fullest stage."""
-        hop = STAGED_HOP_SECONDS if self.pipeline > 1 else HOP_SECONDS
-        each = TENSOR_COLLECTIVES * (START_SECONDS + (self.tensor - 1) * hop) if self.tensor > 1 else 0.0
+        near = min(self.tensor, self.cluster.group().devices_per_host) - 1
+        far = self.tensor - 1 - near
+        spent = START_SECONDS + (near + far) * HOP_SECONDS
+        if self.pipeline > 1:
+            spent = STAGED_START_SECONDS + near * STAGED_HOP_SECONDS + far * STAGED_FAR_SECONDS
+        each = TENSOR_COLLECTIVES * spent if self.tensor > 1 else 0.0
         return (self.microbatches * max(self.layers, default=0) + self._layers_behind) * each
 
     @property
     def has_slow_transfers(self) -> bool:
-        """Whether a job is so large that its stages wait for their transfers."""
-        devices = self.cluster.n_devices
-        return self.pipeline > 1 and (devices >= 512 or (devices >= 256 and self._sequences > 1))
+        """Whether a job's stages wait for their transfers, as large jobs' do and some smaller ones'."""
+        devices, data = self.cluster.n_devices, self.data
+        if self.pipeline == 1 or self._is_large or self.tensor >= 32:
+            return self.pipeline > 1
+        if devices >= 256:
+            return self.zero == 1 and data >= 32
+        is_copied = data >= 4 or (data > 1 and devices >= 64)
+        return self.zero == 0 and self._sequences == 1 and is_copied
 
     @property
     def slow_transfers_seconds(self) -> float:
@@ -148,6 +172,12 @@ class OnNanotron(Configuration):
         period = 2 * min(self.pipeline - 1, 2)  # transfers of a stage between two others, for each microbatch
         there_and_back = 2 * (self.pipeline - 1)
         return ((self.microbatches - 1) * period + there_and_back) * SLOW_TRANSFER_SECONDS
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether a job with stages is one of those that nearly all wait for their transfers."""
+        devices = self.cluster.n_devices
+        return self.pipeline > 1 and (devices >= 512 or (devices >= 256 and self._sequences > 1))
 
     @property
     def _sequences(self) -> int:
@@ -265,6 +295,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
             unit="tokens/s",
             is_choice=True,
         )
+        row = replace(row, fitted=row.name in OF_MATMULS)
         if micro * count * data != batch:
             product = micro * count * data
             yield replace(row, why=f"microbatches, accumulation and data make {product} sequences, not {batch}")
@@ -276,7 +307,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
             job = llama_job(fields, batch)
             configuration = OnNanotron(
                 job=job,
-                cluster=fusing(aws_p5(devices)),
+                cluster=multiplying(fusing(aws_p5(devices)), MATMULS),
                 microbatches=count,
                 data=data,
                 tensor=tensor,

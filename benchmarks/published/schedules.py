@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.published.rows import Answer
 from passes.inter_op import StageCost, Timeline, Transfer, build, simulate
@@ -18,7 +18,7 @@ class Simulated:
 
     Seconds of a group: forward, gradient of inputs, gradient of weights, all for one microbatch; a transfer. They are
     means: `work` are the shares of the stages in theirs, `ways` those of the boundaries [stages - 1], by default equal.
-    Who sends computes during the part `overlap` of a transfer.
+    Who sends computes during the part `overlap` of a transfer. A group takes `finish_seconds` at the end of the step.
     """
 
     schedule: str
@@ -32,6 +32,7 @@ class Simulated:
     overlap: float = 1.0
     work: tuple[float, ...] = ()
     ways: tuple[float, ...] = ()
+    finish_seconds: float = 0.0
 
     @property
     def costs(self) -> list[StageCost]:
@@ -39,7 +40,8 @@ class Simulated:
         n = self.chunks
         each = self.forward_seconds / n, self.input_seconds / n, self.weight_seconds / n
         shares = self.work or (1.0,) * (self.pipeline * n)
-        return [StageCost.split(*(share * seconds for seconds in each)) for share in shares]
+        costs = (StageCost.split(*(share * seconds for seconds in each)) for share in shares)
+        return [replace(cost, finish_seconds=self.finish_seconds / n) for cost in costs]
 
     def timeline(self) -> Timeline:
         """The timeline. Raises PlanningError for a schedule that there is not."""

@@ -3,7 +3,7 @@
 Table 4 is predicted three times: planned from the model, and simulated from the times of table 6, once as the library
 simulates (transfers overlap with compute), once with senders that wait. Table 5 is simulated as the authors do.
 
-The vocabulary is not said: Megatron-LM's. The embedding and the head count as a layer each, so a group has
+The vocabulary follows from the numbers of parameters. The embedding and the head count as a layer each, so a group has
 (layers + 2) / groups of them; interleaved, every layer is a chunk. Times of tasks are means over the stages.
 
 Reference: Qi et al., "Zero Bubble Pipeline Parallelism" (2401.10241), section 5 and appendix E.
@@ -16,14 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from benchmarks.published.machines import machine
+from benchmarks.published.machines import MATMULS_OF_2023, MEMORY_OF_2023, machine, multiplying, passing
 from benchmarks.published.megatron import gpt_job
 from benchmarks.published.planned import Configuration
 from benchmarks.published.rows import Answer, Fields, Row, Source, number, whole
 from benchmarks.published.schedules import AsAuthors, Simulated
 from passes.cluster import boundary_seconds
 from passes.errors import PlanningError
-from passes.plan import PipelinePlan
+from passes.inter_op import StageCost
+from passes.plan import AnyPlan, PipelinePlan
 
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zero-bubble-h1", "ZB-1p": "zero-bubble-h1"}
 """Their schedules that the library has; ZB-1p, found by a search with the memory of 1F1B, has the rates of ZB-H1."""
@@ -31,7 +32,57 @@ NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zero-bubble-h1", "ZB
 GB = 1e9
 RATE_ROUNDING = 0.5e-4
 
+VOCAB = 32000
+"""Of its SentencePiece tokenizer, by the parameters that the paper prints: 14.6 billion in 46 layers of 5,120 features
+leave at most 33,500 rows to an embedding, 28.3 in 62 of 6,144 at least 25,000. Megatron-LM's for GPT-2 has 51,200.
+
+Reference: sail-sg/zero-bubble-pipeline-parallelism, examples/pretrain_zbh1.sh (`--tokenizer-type`)."""
+
+END_SECONDS = 0.101 / 2.03e9
+"""Of each of a device's parameters at the end of a step: gradients unscaled and clipped, the update. That is what
+Megatron-LM's figure 11 (SC 2021) has of 16.2 billion on 8 A100 by its two rows of 8 and 128 microbatches.
+
+Reference: Narayanan et al., SC 2021, figure 11."""
+
+SUMMING_NBYTES = 6
+"""Bytes of a parameter that pass memory where a gradient in half precision is added to a sum: two are read, one is
+written."""
+
 Task = Literal["T_F", "T_B + T_W", "T_comm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnZeroBubble(Configuration):
+    """A configuration whose products of weights' gradients add to what earlier microbatches have summed.
+
+    Reference: sail-sg/zero-bubble-pipeline-parallelism, megatron/core/weight_grad_store.py (`WeightGradStore.pop`).
+    """
+
+    def plan(self) -> AnyPlan:
+        """The plan without the passes over memory that sum the gradients of the stages' products, microbatch by
+        microbatch.
+        """
+        if self.pipeline == 1:
+            return Configuration.plan(self)
+        plan = cast("PipelinePlan", Configuration.plan(self))
+        config, rate = self.job.config, self.cluster.group().device.achieved_bytes_per_second
+        stages = len(plan.costs)
+        layers = [(config.layers + 2) // stages] * stages
+        layers[0], layers[-1] = layers[0] - 1, layers[-1] - 1
+        parameters = [12 * config.hidden**2 * count for count in layers]
+        parameters[-1] += config.vocab_size * config.hidden
+        spent = [SUMMING_NBYTES * count / rate for count in parameters]
+        return replace(plan, costs=tuple(map(without, plan.costs, spent)))
+
+
+def without(cost: StageCost, seconds: float) -> StageCost:
+    """The cost with so many seconds less for weights' gradients."""
+    weights = cost.weight_gradient_seconds
+    return replace(
+        cost,
+        backward_seconds=cost.backward_seconds - seconds,
+        weight_gradient_seconds=None if weights is None else weights - seconds,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +137,9 @@ def _configuration(fields: Fields) -> Configuration | None:
     if cluster is None:
         return None
     count = whole(fields, "num_microbatches")
-    return Configuration(
-        job=gpt_job(fields, count * whole(fields, "microbatch_seqs"), remat=False),
-        cluster=cluster,
+    return OnZeroBubble(
+        job=gpt_job({**fields, "vocab": str(VOCAB)}, count * whole(fields, "microbatch_seqs"), remat=False),
+        cluster=passing(multiplying(cluster, MATMULS_OF_2023), MEMORY_OF_2023),
         microbatches=count,
         pipeline=whole(fields, "p"),
         interleave=_chunks(fields),
@@ -130,11 +181,15 @@ def _as_laid_out(fields: Fields, equal: Simulated, overlap: float) -> Simulated:
     """The schedule with stages and boundaries as they differ, given their means.
 
     The first stage has an embedding for a layer, which computes nothing, and the last one the head, which counts as
-    one; a transfer takes longer to another host, as predicted for a neighbour there and on the same one.
+    its flops: 2 V h a token, where a layer's are 24 h^2 + 4 s h. A transfer takes longer to another host, as predicted
+    for a neighbour there and on the same one. Times of tasks leave out the end of a step.
     """
     groups, stages = equal.pipeline, equal.pipeline * equal.chunks
     layers = [(whole(fields, "layers") + 2) / stages] * stages
     layers[0] -= 1
+    layers[-1] += VOCAB / (12 * whole(fields, "hidden") + 2 * whole(fields, "seq_len")) - 1
+    parameters = 1e9 * (number(fields, "params_billion") or 0.0)
+    equal = replace(equal, finish_seconds=END_SECONDS * parameters / groups)
     work = tuple(count / statistics.fmean(layers) for count in layers)
     cluster = machine(fields["gpu"], whole(fields, "num_gpus"))
     if cluster is None:
@@ -196,6 +251,7 @@ def _table_6(fields: Fields) -> Iterator[Row]:
     for task, spent in tasks:
         yield Row(
             source="zero-bubble-tasks",
+            fitted=True,
             sweep=task,
             name=f"{_name(fields)} {task}",
             seconds=spent / 1e3 if spent else None,

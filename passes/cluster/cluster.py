@@ -69,9 +69,9 @@ class DeviceSpec:
     computes during the part `send_overlap` of that. Of what collectives take that gather weights ahead of their use, or
     reduce gradients while the backward pass goes on, the part `collective_overlap` is hidden behind computing. The
     compiler combines those of gradients in buckets of `bucket_nbytes` (0: each is sent by itself). Where it
-    `fuses_attention`, the scores of attention exist inside one kernel alone, forward and backward: that is a property
-    of the software that computes on it, and XLA finds no such chain by itself. `widened` maps dtypes that the device's
-    compiler has no arithmetic for to those in which it does it instead.
+    `fuses_attention`, the scores of attention exist inside one kernel alone, forward and backward; where it `unrolls`,
+    loops copy no slices, as layers written out do not: some software has these properties, XLA neither. `widened` maps
+    dtypes that the device's compiler has no arithmetic for to those in which it does it instead.
     """
 
     name: str
@@ -96,6 +96,7 @@ class DeviceSpec:
     collective_overlap: float = 0.0
     bucket_nbytes: float = 0.0
     fuses_attention: bool = False
+    unrolls: bool = False
     widened: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     @property
@@ -266,9 +267,7 @@ class _Fields:
         """A number above 0 and at most 1."""
         value = self.at_least_0(name, default)
         if not 0 < value <= 1:
-            raise self.wrong(
-                name, "should be above 0 and at most 1", "give the part of the bandwidth that one array reaches"
-            )
+            raise self.wrong(name, "should be above 0 and at most 1", "give the part of the bandwidth that it reaches")
         return value
 
     def part(self, name: str) -> float:
@@ -354,7 +353,7 @@ _RATES = (
 )
 _PARTS = ("send_overlap", "collective_overlap")
 _EFFICIENCIES = ("memory_efficiency", "convolution_efficiency")
-_SEEN = (*_RATES, *_PARTS, *_EFFICIENCIES, "cores", "fuses_attention", "widened")
+_SEEN = (*_RATES, *_PARTS, *_EFFICIENCIES, "cores", "fuses_attention", "unrolls", "widened")
 _DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
 
 
@@ -372,6 +371,7 @@ def _device(read: _Fields) -> DeviceSpec:
         source=read.text("source"),
         cores=int(read.at_least_0("cores")),
         fuses_attention=read.flag("fuses_attention"),
+        unrolls=read.flag("unrolls"),
         widened=_texts(read, "widened"),
         **{name: read.rate(name) for name in _EFFICIENCIES if name in read.data},
         **{name: read.at_least_0(name) for name in _RATES if name in read.data},

@@ -13,7 +13,9 @@ from benchmarks.published.nanotron import (
     HOP_SECONDS,
     NANOTRON,
     SLOW_TRANSFER_SECONDS,
+    STAGED_FAR_SECONDS,
     STAGED_HOP_SECONDS,
+    STAGED_START_SECONDS,
     START_SECONDS,
     OnNanotron,
     nanotron_layers,
@@ -72,7 +74,11 @@ def test_collectives_of_the_fullest_stage_are_waited_for() -> None:
     one = OnNanotron(job=job, cluster=parse_cluster("8:h100"), microbatches=256, tensor=8)
     assert one.collectives_seconds == pytest.approx(256 * 32 * 8 * (START_SECONDS + 7 * HOP_SECONDS))
     staged = replace(one, tensor=4, pipeline=2, layers=(18, 14))
-    assert staged.collectives_seconds == pytest.approx((256 * 18 + 14) * 8 * (START_SECONDS + 3 * STAGED_HOP_SECONDS))
+    near = STAGED_START_SECONDS + 3 * STAGED_HOP_SECONDS
+    assert staged.collectives_seconds == pytest.approx((256 * 18 + 14) * 8 * near)
+    wide = replace(staged, cluster=parse_cluster("4x8:h100"), tensor=16)
+    far = STAGED_START_SECONDS + 7 * STAGED_HOP_SECONDS + 8 * STAGED_FAR_SECONDS
+    assert wide.collectives_seconds == pytest.approx((256 * 18 + 14) * 8 * far)
     assert replace(one, tensor=1).collectives_seconds == 0.0
 
 
@@ -87,6 +93,18 @@ def test_stages_of_large_jobs_wait_for_their_transfers() -> None:
     halved = replace(large, cluster=parse_cluster("32x8:h100"), tensor=2)
     assert not halved.has_slow_transfers
     assert replace(halved, microbatches=4).has_slow_transfers
+    assert replace(halved, zero=1).has_slow_transfers
+
+
+@pytest.mark.parametrize(("data", "tensor", "stages", "waits"), [(4, 2, 2, True), (2, 2, 4, False), (2, 8, 4, True)])
+def test_copies_of_smaller_jobs_wait_too_under_zero_0(data: int, tensor: int, stages: int, waits: bool) -> None:
+    hosts = data * tensor * stages // 8
+    cluster, count = parse_cluster(f"{hosts}x8:h100"), 256 // data
+    job = replace(STAGED, cluster=cluster, microbatches=count, data=data, tensor=tensor, pipeline=stages)
+    assert job.has_slow_transfers == waits
+    assert not replace(job, zero=1).has_slow_transfers
+    assert not replace(job, microbatches=count // 2).has_slow_transfers
+    assert replace(job, zero=1, tensor=32, pipeline=2).has_slow_transfers
 
 
 @pytest.mark.parametrize("fits", [True, False])

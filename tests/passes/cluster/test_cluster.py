@@ -102,6 +102,7 @@ device_specs = st.builds(
     pixel_seconds=st.floats(min_value=0, max_value=1),
     memory_efficiency=numbers,
     fuses_attention=st.booleans(),
+    unrolls=st.booleans(),
     host_bytes_per_second=st.floats(min_value=0, max_value=1e12),
     dispatch_seconds=st.floats(min_value=0, max_value=1),
     send_seconds=st.floats(min_value=0, max_value=1),

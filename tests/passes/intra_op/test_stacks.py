@@ -1,5 +1,6 @@
 """The copies of slices in loops over layers: which there are, what they take, and that a plan is charged for them."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -51,6 +52,14 @@ def test_a_copy_reads_and_writes_in_one_launch_and_a_stack_begins_with_zeros(nam
     written = (1 << 30) / device.achieved_bytes_per_second
     assert one.seconds(1 << 30, mesh) - one.seconds(0, mesh) == pytest.approx(2 * written)
     assert Copies(begun=3).seconds(1 << 30, mesh) == pytest.approx(3 * passes * written)
+
+
+def test_software_that_unrolls_loops_copies_nothing() -> None:
+    cluster = parse_cluster("4:cpu")
+    group_of_hosts = cluster.group()
+    unrolled = replace(group_of_hosts, device=replace(group_of_hosts.device, unrolls=True))
+    mesh = Mesh(axes=("x",), sizes=(4,), cluster=replace(cluster, groups=(unrolled,)))
+    assert Copies(slices=1, begun=3).seconds(1 << 30, mesh) == 0
 
 
 def train_step(weights: Any, x: Any) -> Any:
