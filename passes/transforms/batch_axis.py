@@ -189,15 +189,26 @@ class BatchWalk:
     def _cut(self, index: int, node: Node, *, is_any: bool) -> Placement | None:
         """The place of a node that computes a microbatch by itself, or reduces it by a sum, or in any way if `is_any`;
         None where there is none.
+
+        The one microbatch that there may be fits anywhere: it stays where it lies if it can, as a loop's carries do.
         """
         rule = self.rules[index]
+        fitting: list[Placement] = []
         for factor, properties in enumerate(rule.factors):
             if properties.size % self.time.count or not (is_any or properties.reduction in ("", "add", ANY)):
                 continue
             placement = Placement.of(rule, ((AXIS, factor),))
             if all(map(self.fits, node.inputs, placement.operands)):
-                return replace(placement, results=tuple(map(_of_its_own, placement.results)))
-        return None
+                fitting.append(placement)
+        if not fitting:
+            return None
+        lies = (p for p in fitting if all(map(self._lies, node.inputs, p.operands)))
+        placement = next(lies, fitting[0])
+        return replace(placement, results=tuple(map(_of_its_own, placement.results)))
+
+    def _lies(self, value: int, target: ShardingSpec) -> bool:
+        """Whether a value is in a placement as it is made."""
+        return value not in self.varying or self.home[value] == target
 
     def is_sum(self, value: int) -> bool:
         """Whether each microbatch has a summand of a value."""

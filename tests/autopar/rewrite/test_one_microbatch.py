@@ -94,3 +94,22 @@ def test_two_microbatches_are_refused_for_one() -> None:
         autopar.parallelize(step, planner=autopar.Pipeline(stages=2, microbatches=2))(
             jnp.ones((8, 8)), jnp.ones((4, 8))
         )
+
+
+def test_a_loop_over_layers_carries_embeddings_as_their_rows_lie():
+    """A gather has several dimensions that one microbatch could be cut along, and its table's are none of the batch."""
+    draws = np.random.default_rng(0)
+    weights = {"words": draws.normal(size=(24, 8)), "layers": 0.1 * draws.normal(size=(4, 8, 8))}
+    tokens = draws.integers(0, 24, size=(8, 4))
+
+    def loss(weights: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), weights["words"][tokens], weights["layers"])
+        return (x**2).sum()
+
+    def step(weights: dict[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
+        return jax.tree.map(lambda w, g: w - 0.01 * g, weights, jax.grad(loss)(weights, tokens))
+
+    with jax.enable_x64(True):
+        parallel = autopar.parallelize(step, planner=autopar.GPipe(stages=2, microbatches=1))
+        made, wanted = parallel(weights, tokens), jax.jit(step)(weights, tokens)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12), made, wanted)
