@@ -202,8 +202,8 @@ class BatchWalk:
                 fitting.append(placement)
         if not fitting:
             return None
-        lies = (p for p in fitting if all(map(self._lies, node.inputs, p.operands)))
-        placement = next(lies, fitting[0])
+        as_it_lies = (p for p in fitting if self.time.count == 1 and all(map(self._lies, node.inputs, p.operands)))
+        placement = next(as_it_lies, fitting[0])
         return replace(placement, results=tuple(map(_of_its_own, placement.results)))
 
     def _lies(self, value: int, target: ShardingSpec) -> bool:
