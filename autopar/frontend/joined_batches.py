@@ -8,7 +8,7 @@ which one has a0 a1 b0 b1 and the other a2 a3 b2 b3:
     joined in two groups             a0 a1 b0 b1 | a2 a3 b2 b3     each has all that it needs
 
 All that computes row by row, or adds up rows, takes them in any order; where the place of a row matters, the program's
-order is restored before. Dimensions that operators cut together are one class (`passes.layers.Dims`), and are all in
+order is restored before. Dimensions that operators cut together are one class (`passes.layers.DimClasses`), and all in
 the same order. The batch's sizes have a divisor in common, and that is the number of groups: it suits any number of
 devices that divides the batch. `passes` plans the changed program, which `regrouping` writes.
 """
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from autopar.frontend.places import Part, Whole, place_factors, wholes_of
 from passes.ir import Control, Graph, Node, StatePairs, control_of
-from passes.layers import Dims, Numbered, batch_inputs
+from passes.layers import DimClasses, Numbering, batch_inputs
 from passes.rules import ShardingRule, rules_of
 
 WORTH = 2
@@ -90,8 +90,8 @@ def joined_batches(graph: Graph, state_pairs: StatePairs = (), named: Sequence[b
     groups = math.gcd(*(graph.types[value].shape[0] for value in batch)) if batch else 1
     if groups == 1 or not _may_join(graph, groups):
         return None
-    dims = Dims(multiple=groups)
-    top = dims.enter(graph)
+    dims = DimClasses(multiple=groups)
+    top = dims.add(graph)
     program = _Program(groups=groups, dims=dims, scopes=tuple(_scopes(graph, top)))
     program.settle({dims.root(top.firsts[value]) for value in batch})
     return _changes(program, 0) if program.shares else None
@@ -118,25 +118,25 @@ class _Scope:
     """
 
     graph: Graph
-    numbered: Numbered
+    numbering: Numbering
     rules: tuple[ShardingRule, ...]
     times: int
     controls: Mapping[int, Control]
     bodies: Mapping[tuple[int, int], int]
 
 
-def _scopes(graph: Graph, numbered: Numbered, times: int = 1, number: int = 0) -> list[_Scope]:
+def _scopes(graph: Graph, numbering: Numbering, times: int = 1, number: int = 0) -> list[_Scope]:
     """The scope of a graph that is the `number`-th, and those of the bodies in it."""
-    controls = {i: control_of(graph.nodes[i], graph) for i in numbered.bodies}
+    controls = {i: control_of(graph.nodes[i], graph) for i in numbering.bodies}
     known = {i: control for i, control in controls.items() if control is not None}
     inner: list[_Scope] = []
     bodies: dict[tuple[int, int], int] = {}
     for i, control in known.items():
-        for which, (body, inside) in enumerate(zip(control.bodies, numbered.bodies[i], strict=True)):
+        for which, (body, inside) in enumerate(zip(control.bodies, numbering.bodies[i], strict=True)):
             bodies[i, which] = number + 1 + len(inner)
             inner += _scopes(body.graph, inside, times * body.trips, bodies[i, which])
     rules = rules_of(graph)
-    return [_Scope(graph=graph, numbered=numbered, rules=rules, times=times, controls=known, bodies=bodies), *inner]
+    return [_Scope(graph=graph, numbering=numbering, rules=rules, times=times, controls=known, bodies=bodies), *inner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class _Program:
     """
 
     groups: int
-    dims: Dims
+    dims: DimClasses
     scopes: tuple[_Scope, ...]
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     rejected: set[int] = field(default_factory=set[int])
@@ -185,7 +185,7 @@ class _Program:
 
     def root(self, scope: _Scope, value: int, dim: int) -> int:
         """The class of a dimension."""
-        return self.dims.root(scope.numbered.firsts[value] + dim)
+        return self.dims.root(scope.numbering.firsts[value] + dim)
 
     def pieces(self, scope: _Scope, value: int, dim: int) -> tuple[int, ...] | None:
         """The sizes of the pieces that a dimension is joined of, itself if that is not; None where the groups do not
