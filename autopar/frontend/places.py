@@ -1,4 +1,9 @@
-"""The places of elements: how nodes join arrays and take them apart, and where it matters at which place one is."""
+"""Joins and positions: how nodes join arrays and take them apart, and along which factors an element's place matters.
+
+z = concatenate([x, y])      Whole(z, 0, is_join=True, parts=(Part(x, 0, begin=0, ...), Part(y, 0, begin=len(x), ...)))
+x = slice(z, 0, 4)           Whole(z, 0, is_join=False, parts=(Part(x, 0, begin=0, extent=4),))
+z = reshape(x, (2 * 8, 3))   for x of (2, 8, 3): two parts of 8, the second dimension of x for each element of its first
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,16 @@ from passes.ir import Graph, Node
 from passes.rules import ShardingRule
 
 MOST_PARTS = 64
-"""The most rows of a dimension that is merged with another, for these to be batches: several times the views of an
-image in multi-crop training (Caron et al. 2020, "SwAV": 2 + 6), and far fewer than weights have, which are merged too.
-"""
+"""The most elements of a dimension that a reshape merges with the next, for it to be a stack of batches: several times
+the views of an image in multi-crop training (Caron et al. 2020, "SwAV": 2 + 6), and far fewer than dimensions of
+weights have, which are merged too."""
 
 
 class Part(NamedTuple):
-    """A part of a dimension, from its `begin` on: a dimension of a value, of so many elements each."""
+    """The dimension `dim` of a value as part of a whole: `extent` elements of the whole, from its `begin` on.
+
+    Each element of the part is `scale` elements of the whole.
+    """
 
     value: int
     dim: int
@@ -26,8 +34,8 @@ class Part(NamedTuple):
     scale: int = 1
 
 
-class Parts(NamedTuple):
-    """A dimension of a whole value, and its parts, of which a node joins it (`is_join`) or which it makes of it."""
+class Whole(NamedTuple):
+    """The dimension `dim` of a value that a node joins of `parts` (`is_join`), or takes apart into them."""
 
     value: int
     dim: int
@@ -35,11 +43,11 @@ class Parts(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def parts_of(graph: Graph, node: Node, groups: int) -> Iterator[Parts]:
+def wholes_of(graph: Graph, node: Node, groups: int) -> Iterator[Whole]:
     """The dimensions along which a node joins values, or takes one apart.
 
-    A reshape that merges dimensions joins what lies along the second, once for each element of the first, unless that
-    is what is in groups itself.
+    A reshape that merges dimensions joins what lies along the second, once for each element of the first, unless the
+    first is itself one of so many `groups` or a multiple.
     """
     before, after = ([graph.types[value].shape for value in values] for values in (node.inputs, node.outputs))
     match node.primitive:
@@ -49,18 +57,18 @@ def parts_of(graph: Graph, node: Node, groups: int) -> Iterator[Parts]:
             extents = [graph.types[part].shape[along] for part in parts]
             begins = [0, *itertools.accumulate(extents)]
             placed = zip(parts, begins, extents, strict=False)
-            yield Parts(whole, along, is_join, tuple(Part(v, along, at, n) for v, at, n in placed))
+            yield Whole(whole, along, is_join, tuple(Part(v, along, at, n) for v, at, n in placed))
         case "slice":
             starts = cast("tuple[int, ...]", node.params["start_indices"])
             strides = cast("tuple[int, ...] | None", node.params["strides"]) or (1,) * len(starts)
             for d, (begin, stride) in enumerate(zip(starts, strides, strict=True)):
                 if before[0][d] > after[0][d] and stride == 1:
-                    yield Parts(node.inputs[0], d, False, (Part(node.outputs[0], d, begin, after[0][d]),))
+                    yield Whole(node.inputs[0], d, False, (Part(node.outputs[0], d, begin, after[0][d]),))
         case "pad":
             config = cast("tuple[tuple[int, int, int], ...]", node.params["padding_config"])
             for d, (low, high, between) in enumerate(config):
                 if min(low, high) >= 0 and low + high and not between:
-                    yield Parts(node.outputs[0], d, True, (Part(node.inputs[0], d, low, before[0][d]),))
+                    yield Whole(node.outputs[0], d, True, (Part(node.inputs[0], d, low, before[0][d]),))
         case "reshape" if not node.params["dimensions"]:
             merged = [(node.outputs[0], node.inputs[0], m) for m in _merges(before[0], after[0])]
             parted = [(node.inputs[0], node.outputs[0], m) for m in _merges(after[0], before[0])]
@@ -70,7 +78,7 @@ def parts_of(graph: Graph, node: Node, groups: int) -> Iterator[Parts]:
                     scale = math.prod(rest)
                     begins = range(0, count * extent * scale, extent * scale)
                     each = tuple(Part(value, several[1], begin, extent * scale, scale) for begin in begins)
-                    yield Parts(whole, dim, bool(merged), each)
+                    yield Whole(whole, dim, bool(merged), each)
         case _:
             return
 
@@ -91,8 +99,8 @@ def _dimension(node: Node) -> int:
     return cast("int", node.params["dimension" if node.primitive == "concatenate" else "axis"])
 
 
-def by_place(node: Node, rule: ShardingRule) -> frozenset[int]:
-    """The factors of a node along which it matters at which place an element is."""
+def place_factors(node: Node, rule: ShardingRule) -> frozenset[int]:
+    """The factors of a node along which it matters at which place an element is, as for a cumulative sum."""
     every = frozenset(range(len(rule.factors)))
     if rule.is_bound:
         return every

@@ -1,7 +1,8 @@
-"""A program with the batches that it joins in groups: its nodes changed as `joined_batches` says.
+"""A program that joins batches in groups: its nodes changed as `joined_batches` says.
 
 In groups, an array of [rows, ...] is one of [groups, rows of a group, ...]. Batches are joined, taken apart and padded
-along the second dimension, so that a device with some of the groups needs nothing of others.
+along the second dimension, so that a device with some of the groups needs nothing of others. What a node becomes is
+written as a JAX function of its operands, and traced in its place.
 """
 
 from __future__ import annotations
@@ -28,22 +29,26 @@ def regrouped(body: Body, changes: Changes) -> Body:
 
 
 class _Writer:
-    """A body being written: values keep their numbers, and new ones are added behind them."""
+    """The writer of a changed body: values keep their numbers, and new ones are added behind them.
+
+    Values that come in the program's order are `read` by the number that they have in groups; `in_order` are the values
+    in the program's order that there are already, by (value in groups, its orders).
+    """
 
     def __init__(self, body: Body, changes: Changes) -> None:
         self.body, self.changes = body, changes
         self.types: list[TensorType] = list(body.graph.types)
         self.nodes: list[Node] = []
         self.equations: list[Equation] = []
-        self.read: dict[int, int] = {}  # what is read in place of values that come in the program's order
-        self.in_order: dict[tuple[int, str], int] = {}  # (value, its orders) -> the same in the program's order
+        self.read: dict[int, int] = {}
+        self.in_order: dict[tuple[int, frozenset[tuple[int, Order]]], int] = {}
 
     def run(self) -> Body:
         graph, changes = self.body.graph, self.changes
         for value, orders in changes.values.items():
             self.read[value] = self._fresh(graph.types[value])
             self._changed(to_groups, orders, value, self.read[value], graph.nodes[0])
-            self.in_order[self.read[value], repr(orders)] = value
+            self.in_order[self.read[value], frozenset(orders.items())] = value
         for index, node in enumerate(graph.nodes):
             self._add(index, node, self.body.equations[index])
         ends = [self.read.get(value, value) for value in graph.outputs]
@@ -82,11 +87,11 @@ class _Writer:
         for position, orders in change.results.items():
             made, value = outputs[position], node.outputs[position]
             self._changed(to_groups, orders, made, value, node)
-            self.in_order[value, repr(orders)] = made
+            self.in_order[value, frozenset(orders.items())] = made
 
     def _ordered(self, value: int, orders: Orders, node: Node) -> int:
         """A value in the program's order, made once."""
-        key = value, repr(orders)
+        key = value, frozenset(orders.items())
         if orders and key not in self.in_order:
             self.in_order[key] = self._fresh(self.types[value])
             self._changed(to_order, orders, value, self.in_order[key], node)
@@ -188,7 +193,7 @@ def _drawn(node: Node, equation: Equation, change: NodeChange) -> Callable[..., 
 
 
 def _joined(node: Node, equation: Equation, change: NodeChange) -> Callable[..., Arrays]:
-    """The function of a node that joins batches, or takes them apart, in groups."""
+    """The function that a node becomes which joins batches, or takes them apart, in groups."""
     params: Mapping[str, Any] = equation.params
     along, groups = sorted(change.along), change.groups
 

@@ -82,7 +82,7 @@ class DeepMegatron(Megatron):
                 known[key] = part, plan
                 return plan
             planned, plan = known[key]
-            plan = restated(plan, planned.graph, part.graph, part.state_pairs, part.donated)
+            plan = restated(plan, planned.graph, part)
             return replace(plan, solution=replace(plan.solution, planner=name))
 
         firsts = self._firsts(body_of(step.graph))

@@ -3,7 +3,7 @@
 from passes.layers import forward, layer_names, modules
 from passes.layers.attention import fused_attention
 from passes.layers.batch import OTHERWISE, batch_inputs, loops_over_batch, rows_along, taken_for
-from passes.layers.dims import Dims, Numbered, split_for_loop
+from passes.layers.dims import DimClasses, Numbering, split_for_loop
 from passes.layers.forward import forward_nodes
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
 from passes.layers.sample import SAMPLE_BLOCKS, sample_graph
@@ -12,8 +12,8 @@ __all__ = [
     "OTHERWISE",
     "SAMPLE_BLOCKS",
     "Cuts",
-    "Dims",
-    "Numbered",
+    "DimClasses",
+    "Numbering",
     "batch_inputs",
     "blocks",
     "forward",

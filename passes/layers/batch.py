@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import cast
 
 from passes.ir import Graph, Node, StatePairs, control_of, scan_of
-from passes.layers.dims import Dims, stands_alone
+from passes.layers.dims import DimClasses, Work, stands_alone
 from passes.rules import rules_of
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
@@ -93,8 +93,8 @@ def rows_along(graph: Graph, batch: Collection[int], values: Collection[int]) ->
     """The dimension of each value along which it has the rows that `batch` inputs have along their first; what has no
     rows, or not along one dimension alone, is left out.
     """
-    dims = Dims()
-    firsts = dims.enter(graph).firsts
+    dims = DimClasses()
+    firsts = dims.add(graph).firsts
     heads = {dims.root(firsts[value]) for value in batch if graph.types[value].rank}
     ranks = {value: graph.types[value].rank for value in values}
     along = {v: [d for d in range(rank) if dims.root(firsts[v] + d) in heads] for v, rank in ranks.items()}
@@ -111,11 +111,11 @@ def loops_over_batch(
     """
     if not any(stands_alone(node) for node in graph.nodes):
         return {}
-    dims = Dims()
-    firsts = dims.enter(graph).firsts
+    dims = DimClasses()
+    firsts = dims.add(graph).firsts
     batch = {dims.root(firsts[graph.inputs[i]]) for i in batch_inputs(graph, state_pairs, named)}
-    ours = (i for i, trip in dims.trips.items() if dims.root(trip) in batch and not _is_a_step(graph.nodes[i], graph))
-    return {i: _unchanged(graph.nodes[i]) for i in ours}
+    over_rows = (i for i, dim in dims.loop_dims.items() if dims.root(dim) in batch)
+    return {i: _unchanged(graph.nodes[i]) for i in over_rows if not _is_a_step(graph.nodes[i], graph)}
 
 
 def _unchanged(node: Node) -> tuple[bool, ...]:
@@ -150,20 +150,19 @@ def taken_for(graph: Graph, positions: Sequence[int]) -> str:
 @dataclass(frozen=True, kw_only=True)
 class _Along:
     """The work along the leading dimension of each input that may be the batch: `dims` are the classes of its
-    dimensions, by position, `inner` those that do not lead in some input; `works` has each operator's flops and
-    classes, kept and summed up.
+    dimensions, by position, `inner` those that do not lead in some input; `works` is that of each operator.
     """
 
     dims: Mapping[int, Sequence[int]]
     inner: frozenset[int]
-    works: Sequence[tuple[float, set[int], set[int]]]
+    works: Sequence[Work]
 
     @classmethod
     def of(cls, graph: Graph, candidates: Sequence[int], *, single: bool = False) -> _Along:
         """The classes along the dimensions of the inputs at these positions; of a `single` element only if asked
         for."""
-        dims = Dims(single=single)
-        firsts = dims.enter(graph).firsts
+        dims = DimClasses(single=single)
+        firsts = dims.add(graph).firsts
         classes = {v: [dims.root(firsts[v] + d) for d in range(graph.types[v].rank)] for v in graph.inputs}
         return cls(
             dims={i: classes[graph.inputs[i]] for i in candidates},

@@ -1,66 +1,93 @@
-"""Dimensions of a program's values in classes of those that operators cut together, through loops and branches."""
+"""Dimensions of a program's values in classes of those that operators cut together, through loops and branches.
+
+Dimensions are numbered through all values, and classes are kept as in union-find: `DimClasses.add` numbers a graph and
+unites what its operators cut together, `DimClasses.root` is the dimension that stands for a class.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from passes.ir import Control, Graph, Node, PortUse, control_of, phase, scan_of
 from passes.rules import ShardingRule, rules_of
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
-    """The number of the first dimension of each value of a graph, and the same of the bodies of its loops and branches,
-    by node.
+class Numbering:
+    """The number of the first dimension of each value of a graph (`firsts`); the same of the bodies of its loops and
+    branches, by node.
     """
 
     firsts: Sequence[int]
-    bodies: Mapping[int, tuple[Numbered, ...]]
+    bodies: Mapping[int, tuple[Numbering, ...]]
+
+
+class Work(NamedTuple):
+    """The flops of an operator, the classes of dimensions that it keeps and sums up none of, and those it sums up."""
+
+    flops: float
+    kept: frozenset[int]
+    summed: frozenset[int]
+
+
+class _Operator(NamedTuple):
+    """The flops of an operator, and a dimension of each of its factors, kept and summed up."""
+
+    flops: float
+    is_forward: bool
+    kept: Sequence[int]
+    summed: Sequence[int]
 
 
 @dataclass(slots=True)
-class Dims:
-    """The dimensions of all values, those of bodies included, by number, in classes of those that are cut together;
-    of a `single` element, which nothing cuts, only if asked for.
+class DimClasses:
+    """The classes of dimensions that are cut together, of all values of a program, those of bodies included.
 
-    Asked for those of a `multiple` of so many, classes hold dimensions along which elements keep their order: two
-    batches that are put together, and one that is split for a loop, are other classes then.
+    Dimensions of a `single` element, which nothing cuts, are united only if that is asked for. With a `multiple`,
+    factors whose size it divides are followed alone, and elements keep their order along a class: the rows of two
+    batches that are put together, or of one that is split for a loop to run over, are of one class without, of several
+    with it. `loop_dims` are the dimensions that loops of the program run over, by node, where iterations stand alone.
     """
 
     single: bool = False
     multiple: int = 1
-    parents: list[int] = field(default_factory=list[int])
-    nodes: list[tuple[float, bool, list[int], list[int]]] = field(default_factory=list)
-    """Each operator: its flops, whether it is of the forward pass, its dimensions kept and those summed up."""
-    trips: dict[int, int] = field(default_factory=dict[int, int])
-    """The dimension that a loop of the program runs over, by its node, where its iterations stand alone."""
+    loop_dims: dict[int, int] = field(default_factory=dict[int, int], init=False)
+    _parents: list[int] = field(default_factory=list[int], init=False)
+    _operators: list[_Operator] = field(default_factory=list[_Operator], init=False)
 
-    def enter(self, graph: Graph, times: float = 1.0, around: tuple[int, ...] | None = None) -> Numbered:
-        """The numbers of the dimensions of a graph that runs so many times, all of it followed.
+    @property
+    def _keeps_order(self) -> bool:
+        """Whether elements have the same order along all dimensions of a class."""
+        return self.multiple > 1
+
+    def add(self, graph: Graph, times: float = 1.0, around: tuple[int, ...] | None = None) -> Numbering:
+        """The numbers of the dimensions of a graph that runs so many times, with what it cuts together united.
 
         It runs for every element along the dimensions of the loops `around` it; the program itself has None.
         """
         firsts = self._numbered([type.rank for type in graph.types])
-        bodies: dict[int, tuple[Numbered, ...]] = {}
+        bodies: dict[int, tuple[Numbering, ...]] = {}
         for index, (node, rule) in enumerate(zip(graph.nodes, rules_of(graph), strict=True)):
             if (control := control_of(node, graph)) is not None:
-                trips, bodies[index] = self._enter_control(graph, node, control, firsts, times, around or ())
-                if trips and around is None:
-                    self.trips[index] = trips[0]
+                loop_dims, bodies[index] = self._add_control(graph, node, control, firsts, times, around or ())
+                if loop_dims and around is None:
+                    self.loop_dims[index] = loop_dims[0]
             elif rule.alias:
                 for before, after in zip(node.inputs, node.outputs, strict=True):
-                    self._hang(firsts[before], graph.types[before].rank, firsts, PortUse(port=after))
+                    self._unite_port(firsts[before], graph.types[before].rank, firsts, PortUse(port=after))
             else:
-                if around is None and self.multiple == 1:
-                    self._join_batches(graph, node, rule, firsts)
-                kept, summed = self._enter_operator(graph, node, rule, firsts)
-                self.nodes.append((times * rule.flops, phase(node) == "forward", [*kept, *(around or ())], summed))
-        return Numbered(firsts, bodies)
+                if around is None and not self._keeps_order:
+                    self._unite_batches(graph, node, rule, firsts)
+                kept, summed = self._add_operator(graph, node, rule, firsts)
+                is_forward = phase(node) == "forward"
+                self._operators.append(_Operator(times * rule.flops, is_forward, [*kept, *(around or ())], summed))
+        return Numbering(firsts, bodies)
 
-    def _enter_control(
+    def _add_control(
         self, graph: Graph, node: Node, control: Control, firsts: Sequence[int], times: float, around: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[Numbered, ...]]:
+    ) -> tuple[tuple[int, ...], tuple[Numbering, ...]]:
         """(the dimension that a loop runs over, if its iterations stand alone; the numbers in all bodies).
 
         Dimensions of values on either side of a port are cut together.
@@ -71,37 +98,37 @@ class Dims:
             *zip(node.outputs, control.results, strict=True),
         )
         for value, port_use in port_uses:
-            self._hang(firsts[value], graph.types[value].rank, ports, port_use)
-        trips = self._trips(node, control, firsts)
-        bodies: list[Numbered] = []
+            self._unite_port(firsts[value], graph.types[value].rank, ports, port_use)
+        loop_dims = self._loop_dims(node, control, firsts)
+        bodies: list[Numbering] = []
         for body in control.bodies:
-            inside = self.enter(body.graph, times * body.trips * body.share, (*around, *trips))
+            inside = self.add(body.graph, times * body.trips * body.share, (*around, *loop_dims))
             with_ports = (
                 *zip(body.graph.inputs, body.inputs, strict=True),
                 *zip(body.graph.outputs, body.outputs, strict=True),
             )
             for value, port in with_ports:
-                self._hang(inside.firsts[value], body.graph.types[value].rank, ports, PortUse(port=port))
+                self._unite_port(inside.firsts[value], body.graph.types[value].rank, ports, PortUse(port=port))
             bodies.append(inside)
-        return trips, tuple(bodies)
+        return loop_dims, tuple(bodies)
 
-    def _enter_operator(
+    def _add_operator(
         self, graph: Graph, node: Node, rule: ShardingRule, firsts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """The dimensions that an operator keeps, and those that it sums up; operands' are cut with results'."""
+        """(the dimensions that an operator keeps, those that it sums up), operands' united with results'."""
         read, made = [firsts[v] for v in node.inputs], [firsts[v] for v in node.outputs]
-        apart = list(split_for_loop(graph, node, rule)) if self.multiple == 1 else []
+        apart = [] if self._keeps_order else list(split_for_loop(graph, node, rule))
         for before, after in apart:
-            self._join(read[0] + before, made[0] + after)
-        kept, summed = self._follow(rule, read, made, {rule.operands[0][before] for before, _ in apart})
+            self._unite(read[0] + before, made[0] + after)
+        kept, summed = self._unite_factors(rule, read, made, {rule.operands[0][before] for before, _ in apart})
         if self.single and rule.single is not None:
-            more = self._follow(rule.single, read, made, ())
+            more = self._unite_factors(rule.single, read, made, ())
             kept, summed = kept + more[0], summed + more[1]
         return kept, summed
 
-    def _join_batches(self, graph: Graph, node: Node, rule: ShardingRule, firsts: Sequence[int]) -> None:
-        """Joins rows of inputs with what a node makes of them and as many others, or some times as many: two views of a
-        batch that go through one network at once, or labelled and unlabelled rows.
+    def _unite_batches(self, graph: Graph, node: Node, rule: ShardingRule, firsts: Sequence[int]) -> None:
+        """Unites rows of inputs with what a node puts together of them and as many others, or some times as many: two
+        views of a batch that go through one network at once, or labelled and unlabelled rows.
         """
         rows = [next(iter(graph.types[value].shape), 0) for value in node.inputs]
         are_put_together = len(rows) > 1 and {(operand, 0, 0) for operand in range(len(rows))} <= {*rule.moves}
@@ -110,10 +137,10 @@ class Dims:
         heads = {self.root(firsts[value]) for value in graph.inputs if graph.types[value].rank}
         for value in node.inputs:
             if self.root(firsts[value]) in heads:
-                self._join(firsts[value], firsts[node.outputs[0]])
+                self._unite(firsts[value], firsts[node.outputs[0]])
 
-    def _trips(self, node: Node, control: Control, firsts: Sequence[int]) -> tuple[int, ...]:
-        """The dimension that a loop runs over, where its iterations stand alone: that of all its slices."""
+    def _loop_dims(self, node: Node, control: Control, firsts: Sequence[int]) -> tuple[int, ...]:
+        """The dimension that a loop runs over, where its iterations stand alone, that of all its slices; or none."""
         if not stands_alone(node):
             return ()
         sides = (
@@ -122,25 +149,26 @@ class Dims:
         )
         first, *others = (firsts[value] for value, port_use in sides if port_use.stacked)
         for other in others:
-            self._join(first, other)
+            self._unite(first, other)
         return (first,)
 
     def _numbered(self, ranks: Sequence[int]) -> list[int]:
+        """The number of the first dimension of each value of these ranks, which are new."""
         firsts: list[int] = []
         for rank in ranks:
-            firsts.append(len(self.parents))
-            self.parents.extend(range(len(self.parents), len(self.parents) + rank))
+            firsts.append(len(self._parents))
+            self._parents.extend(range(len(self._parents), len(self._parents) + rank))
         return firsts
 
-    def _hang(self, first: int, rank: int, ports: Sequence[int], port_use: PortUse) -> None:
-        """Joins the dimensions of a value with those of the port that it hangs on."""
+    def _unite_port(self, first: int, rank: int, ports: Sequence[int], port_use: PortUse) -> None:
+        """Unites the dimensions of a value with those of the port that it goes through."""
         for dim in range(int(port_use.stacked), rank):
-            self._join(first + dim, ports[port_use.port] + dim - port_use.stacked)
+            self._unite(first + dim, ports[port_use.port] + dim - port_use.stacked)
 
-    def _follow(
+    def _unite_factors(
         self, rule: ShardingRule, read: Sequence[int], made: Sequence[int], apart: Collection[int]
     ) -> tuple[list[int], list[int]]:
-        """(the dimensions that an operator keeps, those that it sums up), one of each factor, joined with the rest.
+        """(the dimensions that an operator keeps, those that it sums up), one of each factor, united with the rest.
 
         Factors `apart` are split, and go on as another one.
         """
@@ -149,31 +177,29 @@ class Dims:
             for first, factors in zip(firsts, sides, strict=True):
                 for dim, factor in enumerate(factors):
                     if factor >= 0 and factor not in apart and not rule.factors[factor].size % self.multiple:
-                        self._join(first + dim, by_factor.setdefault(factor, first + dim))
+                        self._unite(first + dim, by_factor.setdefault(factor, first + dim))
         kept = {factor for factors in rule.results for factor in factors} - {-1}
         return [by_factor[f] for f in kept if f in by_factor], [by_factor[f] for f in by_factor if f not in kept]
 
-    def _join(self, a: int, b: int) -> None:
-        self.parents[self.root(a)] = self.root(b)
+    def _unite(self, a: int, b: int) -> None:
+        self._parents[self.root(a)] = self.root(b)
 
     def root(self, dim: int) -> int:
         """The dimension that stands for the class of this one."""
-        while self.parents[dim] != dim:
-            self.parents[dim] = self.parents[self.parents[dim]]
-            dim = self.parents[dim]
+        while self._parents[dim] != dim:
+            self._parents[dim] = self._parents[self._parents[dim]]
+            dim = self._parents[dim]
         return dim
 
-    def works(self) -> list[tuple[float, set[int], set[int]]]:
-        """(the flops of each operator, of the forward pass if there is one, the classes that it keeps and sums up none
-        of, those that it sums up).
-        """
-        return list(self._works(any(is_forward for _, is_forward, _, _ in self.nodes)))
-
-    def _works(self, forward: bool) -> Iterator[tuple[float, set[int], set[int]]]:
-        for flops, is_forward, kept, summed in self.nodes:
-            if is_forward or not forward:
-                gone = set(map(self.root, summed))
-                yield flops, set(map(self.root, kept)) - gone, gone
+    def works(self) -> list[Work]:
+        """The work of each operator, of those of the forward pass if there is one."""
+        has_forward = any(operator.is_forward for operator in self._operators)
+        works: list[Work] = []
+        for flops, is_forward, kept, summed in self._operators:
+            if is_forward or not has_forward:
+                summed_classes = frozenset(map(self.root, summed))
+                works.append(Work(flops, frozenset(map(self.root, kept)) - summed_classes, summed_classes))
+        return works
 
 
 def stands_alone(node: Node) -> bool:

@@ -12,7 +12,7 @@ from passes.cluster import Cluster, Mesh, boundary_seconds
 from passes.errors import InternalError, PlanningError, explain
 from passes.inter_op import StageCost, Transfer
 from passes.intra_op import computing, extract, layer_costs
-from passes.ir import Graph, StatePairs
+from passes.ir import Graph
 from passes.layers import layer_names
 from passes.memory import peak
 from passes.pipeline.segments import Needs, needs
@@ -66,13 +66,12 @@ def pipelined(
     """The pipeline whose stages begin at body nodes `firsts`, each planned as a step of its own."""
     cut = stages.cut(step.graph, firsts, step.state_pairs)
     plans = [plan_stage(part, k) for k, part in enumerate(step.parts(cut))]
-    return assemble_pipeline(
-        name, step.graph, cluster, step.state_pairs, step.donated, cut, firsts, plans, schedule, chunks
-    )
+    return assemble_pipeline(name, step, cluster, firsts, cut, plans, schedule, chunks)
 
 
-def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, donated: Sequence[bool]) -> Plan:
-    """The plan of a stage, `planned`, for another of the same fingerprint, whose operators and arrays it names."""
+def restated(plan: Plan, planned: Graph, step: Step) -> Plan:
+    """The plan of a stage, `planned`, for a `step` of the same fingerprint, whose operators and arrays it names."""
+    graph = step.graph
     named = replace(
         plan,
         operators=operators(graph, plan.layout.placements),
@@ -88,7 +87,8 @@ def restated(plan: Plan, planned: Graph, graph: Graph, state_pairs: StatePairs, 
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
     reshardings = resharding_plan(graph, layout, Resharder(mesh), regather=plan.regather)
-    memory = peak(graph, group(graph), mesh, layout, reshardings, state_pairs, donated)
+    donated = step.donated or (False,) * len(graph.inputs)
+    memory = peak(graph, group(graph), mesh, layout, reshardings, step.state_pairs, donated)
     return replace(named, collectives=collectives(graph, reshardings, mesh), memory=MemoryReport.of(memory))
 
 
@@ -99,22 +99,25 @@ def sources(graph: Graph) -> list[object]:
 
 def assemble_pipeline(
     planner: str,
-    graph: Graph,
+    step: Step,
     cluster: Cluster,
-    state_pairs: StatePairs,
-    donated: Sequence[bool],
-    cut: Stages,
     firsts: Sequence[int],
+    cut: Stages,
     plans: Sequence[Plan],
     schedule: str,
     chunks: int,
     known: dict[object, StageCost] | None = None,
 ) -> PipelinePlan:
-    """The pipeline of these stages; the cost of each is added to what is `known`."""
+    """The pipeline of a step in stages that begin at body nodes `firsts`, which are `cut` and have these plans.
+
+    The cost of each stage is added to what is `known`.
+    """
+    graph = step.graph
     cost_by_key = {} if known is None else known
 
     def cost(part: Part, plan: Plan) -> StageCost:
-        pairs, given = stages.state_pairs_of(part, graph, state_pairs), stages.donations(part, graph, donated)
+        pairs = stages.state_pairs_of(part, graph, step.state_pairs)
+        given = stages.donations(part, graph, step.donated)
         phases = tuple(sorted(plan.phases.items()))
         key = part.graph.fingerprint, plan.layout, plan.mesh, phases, pairs, given
         if key not in cost_by_key:  # most stages of a deep model are alike
@@ -159,8 +162,7 @@ def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
         extract.accounted(stage, part.graph, part.state_pairs, part.donated)
         for part, stage in zip(step.parts(cut), plan.stages, strict=True)
     ]
-    about = plan.planner, step.graph, plan.cluster, step.state_pairs, step.donated, cut, plan.firsts, plans
-    return assemble_pipeline(*about, plan.schedule_name, plan.chunks)
+    return assemble_pipeline(plan.planner, step, plan.cluster, plan.firsts, cut, plans, plan.schedule_name, plan.chunks)
 
 
 @singledispatch

@@ -9,7 +9,8 @@ seconds of reshardings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,11 +47,11 @@ class PriceRequest(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class BlockCosts:
-    """The costs ("prices") of blocks on meshes, each computed once.
+    """The costs ("prices") of blocks on meshes, each computed once, and bounds on those that are not known.
 
     With `restrict`, they are those of placements that a planner by hand makes; a block that it refuses cannot be there.
-    Costs that are restricted further know those that they came from as their `whole`, by their own `restriction`: a
-    `pool` of copies shares the work of the whole, and with it that of all that is restricted.
+    Costs that are restricted further know those that they came from as their `whole`, by their own `restriction`: what
+    is shared with copies of the whole (`sharing`) is the work of all that is restricted, too.
     """
 
     options: SolverOptions
@@ -58,8 +59,8 @@ class BlockCosts:
     whole: BlockCosts | None = None
     restriction: restrictions.Restriction | None = None
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
-    pool: WorkerPool | None = None
     n_prices: int = 0
+    _pool: WorkerPool | None = None
     _kinds: dict[str, KindOfBlock] = field(default_factory=dict[str, KindOfBlock])
     _prices: dict[tuple[str, Mesh], StageCost | None] = field(default_factory=dict[tuple[str, Mesh], StageCost | None])
     _bounds: dict[tuple[str, Mesh], float] = field(default_factory=dict[tuple[str, Mesh], float])
@@ -86,6 +87,15 @@ class BlockCosts:
             )
         return self._restricted[restriction]
 
+    @contextmanager
+    def sharing(self) -> Generator[None]:
+        """A block in which copies of these costs, in processes of their own, do part of the work."""
+        with WorkerPool(self) as self._pool:
+            try:
+                yield
+            finally:
+                self._pool = None
+
     def under(self, restriction: restrictions.Restriction, method: str, *task: Any) -> Any:
         """The result of a method of the costs that are `restricted` so: what those ask a pool of these for."""
         return getattr(self.restricted(restriction), method)(*task)
@@ -94,7 +104,7 @@ class BlockCosts:
         """The result of a method for each task, in order; with a pool, copies do some of them."""
         if self.whole is not None:
             return self.whole._shared("under", [(self.restriction, method, *task) for task in tasks])
-        return (self.pool or WorkerPool(self, 1)).call(method, tasks)
+        return (self._pool or WorkerPool(self, 1)).call(method, tasks)
 
     @property
     def solved(self) -> int:

@@ -23,7 +23,6 @@ from passes.pipeline.shapes import Draft, Limits, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample, StepBlocks
-from passes.pipeline.workers import WorkerPool
 from passes.plan import INTERRUPTED, Alternative, PipelinePlan
 from passes.progress import Progress, SearchContext
 from passes.solver import SolverOptions
@@ -109,12 +108,8 @@ class StagedSearch:
 
     def run(self) -> PipelinePlan | None:
         """The cheapest plan in stages; None if none is found that takes less than the cutoff and keeps the limit."""
-        with WorkerPool(self.block_costs) as pool:
-            self.block_costs.pool = pool
-            try:
-                best = self._run()
-            finally:
-                self.block_costs.pool = None
+        with self.block_costs.sharing():
+            best = self._run()
         taken = best and _name(len(best.stages), [p[0].n_devices for p in best.submeshes], *_how(best))
         self.met = [alternative for alternative in self.met if alternative.name != taken]
         return best

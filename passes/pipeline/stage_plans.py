@@ -61,14 +61,15 @@ class StagePlans:
         step, shape = self.written(draft.microbatches), draft.shape
         begins = draft.table.step.firsts(step.graph, shape.begins, draft.microbatches)
         cut = stages.cut(step.graph, begins, step.state_pairs)
-        about = "auto", step.graph, self.cluster, step.state_pairs, step.donated, cut, begins
         parts = step.parts(cut)
         plans, best = self._stages(draft, parts, {}), None
         limit = self.limits.of(shape, draft.table)
         for _ in range(1 + TIGHTENED):
             if plans is None:
                 break
-            made = assemble_pipeline(*about, plans, draft.schedule, shape.chunks, self._costs)
+            made = assemble_pipeline(
+                "auto", step, self.cluster, begins, cut, plans, draft.schedule, shape.chunks, self._costs
+            )
             scheduled = self._scheduled(made.of_variant(step.chosen))
             best = min((best, *scheduled) if best else scheduled, key=partial(_order, limit))
             smallest = min(scheduled, key=lambda plan: plan.peak_nbytes)
@@ -113,7 +114,7 @@ class StagePlans:
             if plan is None:
                 return None
             if part is not stage_step:
-                plan = restated(plan, part.graph, stage_step.graph, stage_step.state_pairs, stage_step.donated)
+                plan = restated(plan, part.graph, stage_step)
                 plan = replace(plan, solution=replace(plan.solution, planner=f"stage {stage}"))
             plans.append(plan)
         return plans

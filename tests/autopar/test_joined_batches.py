@@ -15,7 +15,7 @@ import autopar
 from autopar.frontend import trace
 from autopar.frontend.joined_batches import Order, joined_batches
 from autopar.frontend.regrouping import to_groups, to_order
-from passes.layers import Dims
+from passes.layers import DimClasses
 from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.sample import some
 
@@ -204,8 +204,8 @@ def test_the_order_of_unequal_batches():
 
 def test_dimensions_of_a_multiple_are_apart_from_others():
     graph = trace(stacked, (PARAMS, *IMAGES[:2]), {}).graph
-    dims = Dims(multiple=ROWS)
-    firsts = dims.enter(graph).firsts
+    dims = DimClasses(multiple=ROWS)
+    firsts = dims.add(graph).firsts
     first, second = (dims.root(firsts[value]) for value in graph.inputs[-2:])
     (merged,) = {dims.root(firsts[v]) for v, type in enumerate(graph.types) if type.shape == (2 * ROWS, WIDTH)}
     assert first == second != merged

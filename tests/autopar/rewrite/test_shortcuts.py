@@ -329,7 +329,7 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     state_pairs = stages.state_pairs_of(second, graph, traced.state_pairs)
     elsewhere = replace(first.graph, nodes=tuple(replace(node, source="") for node in first.graph.nodes))
     for planned in (first.graph, elsewhere):
-        again = restated(plans[0], planned, second.graph, state_pairs, (False,) * len(second.graph.inputs))
+        again = restated(plans[0], planned, Step(graph=second.graph, state_pairs=state_pairs))
         assert replace(again, solution=plans[1].solution) == plans[1]
     ours, theirs = (layout_cost(second, one.layout, one.mesh, one.phases) for one in (again, plans[1]))
     assert ours == theirs
