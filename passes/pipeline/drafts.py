@@ -33,7 +33,8 @@ class DraftSearch:
     `unfit`, whose plans do not; none is priced that takes `reach` times that or more, or `limit_seconds`, nor what is
     seen before to need more than `slack` times its limit or to gain no more than the share `least_gain`. `has` makes a
     sample in so many microbatches, and says whether there is one; `megatron_table(n, tensor)` has Megatron's prices on
-    n devices of which so many cut the weights.
+    n devices of which so many cut the weights. What is left out for the bytes that it needs takes `least_refused`
+    seconds or more.
     """
 
     table: StageCostTable
@@ -47,7 +48,7 @@ class DraftSearch:
     megatron_table: Callable[[int, int], StageCostTable]
     unfit: Set[object] = frozenset()
     best: float = math.inf
-    is_bound: bool = False
+    least_refused: float = math.inf
     drafts: list[Draft] = field(default_factory=list[Draft])
     _seen: set[object] = field(default_factory=set[object])
 
@@ -86,7 +87,8 @@ class DraftSearch:
             most = self.most_nbytes(shape)
             fitting = tuple(name for name in names if self.least_nbytes(shape, count, name) <= most)
             likely = self._expected_to_fit(shape, self.table, count, fitting)
-            self.is_bound |= len(likely) < len(names)
+            if len(likely) < len(names):
+                self.least_refused = min(self.least_refused, bound)
             if not (likely or any(self._megatron_tables(shape, count, fitting))) or not self.has(count):
                 continue
             least = self._bound(shape, count, names)
@@ -101,7 +103,8 @@ class DraftSearch:
                 over |= {draft.schedule: draft.seconds for draft in drafts or () if draft.excess(self.limits) > 1}
                 for draft in drafts or ():
                     self.take(draft)
-                    self.is_bound |= draft.excess(self.limits) > 1
+                    if draft.excess(self.limits) > 1:
+                        self.least_refused = min(self.least_refused, draft.seconds)
             self._add_megatron(shape, count, over)
 
     def _add_megatron(self, shape: Shape, count: int, over: Mapping[str, float]) -> None:

@@ -43,7 +43,8 @@ class StagedSearch:
     Samples and plans are of its variants for so many `stages`, whose loops over layers are chunked. Pipelines have a
     number of stages that is in `counts`, any if that is empty. `meshes(n)` lays out n devices, and inputs lie as they
     are `pinned`. A sample of one microbatch prices the step without stages, too. Of the plans made that do not keep the
-    limit, `least_memory_plan` needs least; the search `is_bound` by memory if what may have been the best did not fit.
+    limit, `least_memory_plan` needs least. What was left out for the bytes that it needs takes `least_refused` seconds
+    or more.
 
     An interruption that the `context` allows ends the search as soon as there are stages: they are planned, and marked.
     """
@@ -61,7 +62,7 @@ class StagedSearch:
     counts: Sequence[int] = ()
     context: SearchContext = field(default_factory=SearchContext)
     least_memory_plan: PipelinePlan | None = None
-    is_bound: bool = False
+    least_refused: float = math.inf
     block_costs: BlockCosts = field(init=False)
     table: StageCostTable = field(init=False)
     drafting: Drafting = field(init=False)
@@ -132,7 +133,8 @@ class StagedSearch:
             self.met += [_met(draft) for draft in sorted(search.drafts, key=lambda draft: draft.seconds)[:_SHOWN]]
             better, over = self._best(self.drafting.worth(search), search.limit_seconds)
             best = better or best
-            self.is_bound |= search.is_bound or over is not None
+            unfit = (draft.seconds for draft in search.drafts if draft.key in self._unfit)
+            self.least_refused = min(self.least_refused, search.least_refused, *unfit)
             is_near = is_large and best is not None and best.step_seconds < NEAR_BEST * search.best
             if over is None or is_near or (best is not None and self.context.is_interrupted):
                 break
