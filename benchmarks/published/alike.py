@@ -100,7 +100,10 @@ class DeepMegatron(Megatron):
             return stage_cuts(body, self.stages)
         first_of = blocks(body)
         if self.layers:
-            return (0, *(first_of[layer] for layer in accumulate(self.layers[:-1])))
+            begins = list(accumulate(self.layers[:-1]))
+            if max(begins, default=0) >= len(first_of):
+                raise PlanningError(f"{sum(self.layers)} layers are asked for, and {len(first_of)} are seen")
+            return (0, *(first_of[layer] for layer in begins))
         each, over = divmod(len(first_of) + 1, self.stages)
         if over or not first_of:
             raise PlanningError(f"{len(first_of) + 1} layers, the ends among them, do not fill {self.stages} stages")
