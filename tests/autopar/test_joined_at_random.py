@@ -41,7 +41,7 @@ BY_ROW: dict[str, Operation] = {
         h,
         jax.random.split(key, 2),
     )[0],
-    "branch": lambda h, w, key: lax.cond(h.sum() > 0, lambda x: x * 1.1, jnp.tanh, h),
+    "branch": lambda h, w, key: lax.cond((h**2).sum() > 1, lambda x: x * 1.1, jnp.tanh, h),
     "fori loop": lambda h, w, key: lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ w), h),
     "vmap": lambda h, w, key: jax.vmap(lambda x: x @ w + jnp.max(x))(h),
     "a key a row": lambda h, w, key: jax.vmap(lambda x, k: x * jax.random.bernoulli(k, 0.8, x.shape))(
