@@ -10,7 +10,7 @@ Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Trans
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from passes.ir import Graph
 from passes.pipeline.samples import samples_of
@@ -55,13 +55,16 @@ class StagedVariants:
         """
         best: PipelinePlan | None = None
         for step, samples in self._variants():
-            context = replace(self.context, cutoff=best.step_seconds if best else cutoff)
+            name = "" if step is self.step else f"layers keep {step.chosen.kept[0]}"
+            context = self.context.part(
+                name, best=lambda seconds: seconds, cutoff=best.step_seconds if best else cutoff
+            )
             search = self.begin(step=step, samples=samples, context=context)
             self.searches.append(search)
             plan = search.run()
             best = plan or best
             is_over = self.context.is_interrupted or (best is not None and self.context.deadline.is_over())
-            is_bound = best is None or search.least_refused < WORTH * best.step_seconds
+            is_bound = search.least_refused < WORTH * (best.step_seconds if best else cutoff)
             is_enough = not is_bound or (plan is not None and step is not self.step)
             if is_over or (is_enough and not step.has_stacks):
                 break

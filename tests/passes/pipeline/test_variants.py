@@ -98,6 +98,14 @@ def test_less_is_kept_where_memory_is_short_or_loops_stack_it(name: str):
     assert next(most for _, most in searches.begun) == cutoff
 
 
+def test_where_stages_do_not_pay_no_more_variants_are_searched():
+    """A plan without stages is faster, and what memory refuses would hardly be."""
+    searches = Searches([(6.0, 4.5)])
+    step = autopar.parallelize(step_of(scanned=False)).step(WEIGHTS, BATCH)
+    assert searched(step, searches).run(5.0) is None
+    assert len(searches.begun) == 1
+
+
 def test_a_step_that_computes_again_by_itself_is_searched_as_it_is():
     searches = Searches([NOTHING])
     step = autopar.parallelize(step_of(scanned=False, recomputed=True)).step(WEIGHTS, BATCH)
