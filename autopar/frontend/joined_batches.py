@@ -295,8 +295,8 @@ class _Program:
         What a node takes whole along a dimension is on every device, and so are positions and random numbers.
         """
         node, rule = scope.graph.nodes[index], scope.rules[index]
-        in_groups = {(w.value, w.dim) for w in self.wholes_in_groups(scope, node)}
-        in_groups |= {(part.value, part.dim) for w in self.wholes_in_groups(scope, node) for part in w.parts}
+        wholes = self.wholes_in_groups(scope, node)
+        in_groups = {(place.value, place.dim) for whole in wholes for place in (whole, *whole.parts)}
         if index in scope.controls:
             control = scope.controls[index]
             for is_result, values, uses in (

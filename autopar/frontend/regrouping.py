@@ -7,6 +7,7 @@ written as a JAX function of its operands, and traced in its place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -137,10 +138,7 @@ def _split(x: jax.Array, dim: int, *sizes: int) -> jax.Array:
 
 def _merged(x: jax.Array, dim: int, count: int = 2) -> jax.Array:
     """The array with so many dimensions as one."""
-    extent = 1
-    for size in x.shape[dim : dim + count]:
-        extent *= size
-    return lax.reshape(x, (*x.shape[:dim], extent, *x.shape[dim + count :]))
+    return lax.reshape(x, (*x.shape[:dim], math.prod(x.shape[dim : dim + count]), *x.shape[dim + count :]))
 
 
 def _swapped(x: jax.Array, dim: int) -> jax.Array:

@@ -61,8 +61,10 @@ class StagedVariants:
             )
             search = self.begin(step=step, samples=samples, context=context)
             self.searches.append(search)
-            plan = search.run()
-            best = plan or best
+            plan: PipelinePlan | None = None
+            with self.context.ending_early():  # what the searches before have found is kept
+                plan = search.run()
+            best = min((p for p in (best, plan) if p is not None), key=lambda p: p.step_seconds, default=None)
             is_over = self.context.is_interrupted or (best is not None and self.context.deadline.is_over())
             is_bound = search.least_refused < WORTH * (best.step_seconds if best else cutoff)
             is_enough = not is_bound or (plan is not None and step is not self.step)

@@ -98,6 +98,26 @@ def test_less_is_kept_where_memory_is_short_or_loops_stack_it(name: str):
     assert next(most for _, most in searches.begun) == cutoff
 
 
+def test_an_interruption_keeps_what_was_searched_before():
+    """Ctrl-C during the second search, which has no plan yet."""
+    step = autopar.parallelize(step_of(scanned=False)).step(WEIGHTS, BATCH)
+    context = SearchContext(interruptible=True)
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    def begin(*, step: Any, **_: Any) -> Any:
+        run = interrupted if step.chosen.kept else lambda: SimpleNamespace(step_seconds=1.0)
+        return SimpleNamespace(run=run, least_refused=0.5, met=[], least_memory_plan=None)
+
+    staged = StagedVariants(step=step, samples={4: step}, stages=2, begin=begin, context=context)
+    plan = staged.run(5.0)
+    assert context.is_interrupted
+    assert len(staged.searches) == 2
+    assert plan is not None
+    assert plan.step_seconds == 1.0
+
+
 def test_where_stages_do_not_pay_no_more_variants_are_searched():
     """A plan without stages is faster, and what memory refuses would hardly be."""
     searches = Searches([(6.0, 4.5)])
