@@ -82,13 +82,7 @@ def test_less_is_kept_where_memory_is_short_or_loops_stack_it(name: str):
     scanned, outcomes, best = CASES[name]
     searches = Searches(outcomes)
     step = autopar.parallelize(step_of(scanned=scanned)).step(WEIGHTS, BATCH)
-    staged = StagedVariants(
-        step=step,
-        samples={4: step},
-        stages=2,
-        begin=searches.begin,
-        context=SearchContext(),  # pyright: ignore
-    )
+    staged = searched(step, searches)
     plan = staged.run(cutoff := 5.0)
     assert plan is not None
     assert plan.step_seconds == best
@@ -129,13 +123,7 @@ def test_where_stages_do_not_pay_no_more_variants_are_searched():
 def test_a_step_that_computes_again_by_itself_is_searched_as_it_is():
     searches = Searches([NOTHING])
     step = autopar.parallelize(step_of(scanned=False, recomputed=True)).step(WEIGHTS, BATCH)
-    staged = StagedVariants(
-        step=step,
-        samples={4: step},
-        stages=2,
-        begin=searches.begin,
-        context=SearchContext(),  # pyright: ignore
-    )
+    staged = searched(step, searches)
     assert staged.run(5.0) is None
     assert len(searches.begun) == 1
 
