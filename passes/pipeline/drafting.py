@@ -122,9 +122,9 @@ class Drafting:
         """The microbatches of the fastest draft that fits, or the most that are sampled."""
         return fastest.microbatches if (fastest := search.fastest) else max(self.samples)
 
-    def of_least_memory(self) -> list[Draft]:
-        """Drafts by hand that are not said to fit, those first that need least."""
-        search = self.search(self.limits, math.inf, math.inf)
+    def of_least_memory(self, cutoff: float) -> list[Draft]:
+        """Drafts by hand that take less than `cutoff` seconds and are not said to fit, those first that need least."""
+        search = self.search(self.limits, cutoff, math.inf)
         self._by_hand(search, self._anchor, max(self.samples))
         unfit = [draft for draft in search.drafts if draft.excess(self.limits) > SLACK]
         return first_of_each(sorted(unfit, key=lambda draft: draft.peak_nbytes))[:MOST_UNFIT]

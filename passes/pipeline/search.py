@@ -139,8 +139,8 @@ class StagedSearch:
             if over is None or is_near or (best is not None and self.context.is_interrupted):
                 break
             limits = limits.times(LESS * min(1.0, 1 / over))
-        if best is None and math.isinf(self.context.cutoff):
-            best, _ = self._best(self.drafting.of_least_memory(), self.context.cutoff)
+        if best is None and (not is_large or math.isinf(self.context.cutoff)):  # prices may say that too much is needed
+            best, _ = self._best(self.drafting.of_least_memory(self.context.cutoff), self.context.cutoff)
         return best
 
     def _of_drafts_so_far(self, search: DraftSearch) -> PipelinePlan | None:

@@ -92,6 +92,15 @@ def test_less_is_kept_where_memory_is_short_or_loops_stack_it(name: str):
     assert next(most for _, most in searches.begun) == cutoff
 
 
+def test_drafts_whose_prices_need_too_much_are_planned_below_a_cutoff_too():
+    """Prices count stacked weights that are read layer by layer once for each, several times what plans need."""
+    limit = 150_000
+    planner = autopar.Auto(stages=2, memory_limit=limit)
+    plan = autopar.parallelize(step_of(scanned=False), planner=planner).plan(WEIGHTS, BATCH[:64])
+    assert plan.peak_nbytes <= limit
+    assert plan.remat == ("inputs",) * LAYERS  # all kept: 5.2 ms, in more microbatches; this 3.5
+
+
 def test_an_interruption_keeps_what_was_searched_before():
     """Ctrl-C during the second search, which has no plan yet."""
     step = autopar.parallelize(step_of(scanned=False)).step(WEIGHTS, BATCH)
