@@ -37,6 +37,10 @@ GAP_BOUND = 0.01
 MEDIAN_SECONDS, MOST_SECONDS = 1.0, 5.0
 """Targets: a gap of at most 1 %, in so many seconds for the median and for 95 % of networks."""
 
+SHARED = 1e-4
+"""The share by which a plan may take less than its solution: equal values of twin towers are moved once in a plan, and
+are two in its problem (0.76 of 37,197 us in network 7 of seed 1611)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -94,7 +98,7 @@ class Held:
             problems.append(f"an answer takes {self.known:.6g} s, and the printed bound is {self.bound:.6g} s")
         if self.objective < self.least * (1 - EXACT):
             problems.append(f"the plan takes {self.objective:.6g} s, and the proof says at least {self.least:.6g} s")
-        if abs(self.step_seconds - self.objective) > EXACT * self.objective:
+        if not -SHARED < self.step_seconds / self.objective - 1 <= EXACT:
             problems.append(f"the plan's parts take {self.step_seconds:.6g} s, its solution {self.objective:.6g} s")
         if self.status == "optimal" and self.gap > (1 + EXACT) * SolverOptions().gap:
             problems.append(
@@ -133,11 +137,11 @@ def proof_of(design: Design, cluster: str, proof: str = "untied", proof_seconds:
     jax.config.update("jax_platforms", "cpu")
     network = design.network()
     step = autopar.parallelize(network.step, cluster=cluster, donate_argnums=(0,))
-    traced = step.trace(network.state, network.batch)
+    written = step.step(network.state, network.batch)
     cpu, wall = time.process_time(), time.perf_counter()
     plan = cast("autopar.Plan", step.plan(network.state, network.batch))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    given = list(problems(traced, parse_cluster(cluster)))
+    given = list(problems(plan.step_of(written), parse_cluster(cluster)))
     proof_found = (
         Proof(objective=plan.solution.objective, bound=plan.solution.bound, way="none")
         if proof == "none"

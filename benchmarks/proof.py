@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.frontend import Traced
 from passes.cluster import Cluster
 from passes.errors import NoLegalPlanError
 from passes.intra_op import assemble, layouts
@@ -17,6 +16,7 @@ from passes.sharding import Resharder
 from passes.solver import Floats, ShardingProblem, SolverOptions, solve
 from passes.solver.elimination import Factors
 from passes.solver.sums import Reduced
+from passes.step import Step
 
 EXACT = 1e-6
 """The relative gap of a proof."""
@@ -54,11 +54,11 @@ class Size:
     entries: float
 
 
-def problems(traced: Traced, cluster: Cluster, max_axes: int = 2) -> Iterator[ShardingProblem]:
-    """The sharding problem of a program on every mesh that `Auto` tries."""
-    grouping = group(traced.graph)
+def problems(step: Step, cluster: Cluster, max_axes: int = 2) -> Iterator[ShardingProblem]:
+    """The sharding problem of a step on every mesh that `Auto` tries."""
+    grouping = group(step.graph)
     for mesh in layouts(cluster, cluster.n_devices, max_axes):
-        yield assemble(traced.graph, mesh, grouping, Resharder(mesh), traced.state_pairs, regather=False).problem
+        yield assemble(step.graph, mesh, grouping, Resharder(mesh), step.state_pairs, regather=False).problem
 
 
 def size(problem: ShardingProblem) -> Size:

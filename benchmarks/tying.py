@@ -74,10 +74,10 @@ def pairs(seed: int, numbers: Iterable[int], cluster: str) -> list[Pair]:
     for number in numbers:
         design = drawn(seed, number)
         network = design.network()
-        traced = autopar.parallelize(network.step, cluster=cluster, donate_argnums=(0,)).trace(
+        step = autopar.parallelize(network.step, cluster=cluster, donate_argnums=(0,)).step(
             network.state, network.batch
         )
-        for problem in problems(traced, parse_cluster(cluster)):
+        for problem in problems(step, parse_cluster(cluster)):
             tied, tied_cpu = timed(problem, SolverOptions(untied=0))
             apart, apart_cpu = timed(problem, SolverOptions(tie_radius=None))
             edges = len(problem.edges)
