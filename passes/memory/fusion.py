@@ -3,8 +3,8 @@
 Two passes, as XLA has them. First every large sum or maximum takes in what it alone reads, products of matrices too,
 and what alone reads it (`library`). Then, from the last operation to the first, every operation takes in the producers
 that may be computed again where they are read (`loops`): any cheap one, an expensive one only if nobody else reads it
-and no element is needed twice. A producer of several large operands whose readers cannot all take it in is written to
-memory for all.
+and no element is needed twice, and none that a kernel would repeat too often in its code. A producer of several large
+operands whose readers cannot all take it in is written to memory for all.
 
 Which reader of an array runs first depends on what fusion does to the list of them: what takes an operation in is added
 at the end for what that reads, and where an operation goes, the last of the list takes its place.
@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from passes.memory import windows
+from passes.memory.code_duplication import Copies
 from passes.memory.operations import Operation
 
 PRODUCERS = frozenset(
@@ -72,12 +73,13 @@ class _Fusion:
     """The operands and readers of every operation while kernels grow.
 
     An operation is `alive` if it has a kernel of its own, and `flexible` if that kernel may still take others in.
+    `n_reads` are the operations of a kernel that read each operand.
     Readers of one array are at first in the order of the program before collectives were combined, -1 is the end of it.
     """
 
     def __init__(self, operations: Sequence[Operation], outputs: Sequence[int]) -> None:
         self.operations = operations
-        self.place = post_order(operations, outputs)
+        self.outputs = outputs
         self.kinds = [operation.kind for operation in operations]
         shapes = {operation.shape: math.prod(operation.shape) for operation in operations}
         self.sizes = [shapes[operation.shape] for operation in operations]
@@ -97,6 +99,7 @@ class _Fusion:
         for index in outputs:
             self.readers[index].append(-1)
         self.flexible = [kind in PRODUCERS for kind in self.kinds]
+        self.n_reads = [dict.fromkeys(reads, 1) for reads in self.reads]
         self.fused: set[int] = set()
 
     def library(self) -> None:
@@ -107,6 +110,7 @@ class _Fusion:
 
     def _grow(self, index: int) -> None:
         members, root, changed = {index}, index, True
+        outside = dict[int, None](dict.fromkeys(self.reads[index]))
         while changed:
             changed = False
             for member in sorted(members, reverse=True):
@@ -114,18 +118,21 @@ class _Fusion:
                     is_inside = members.issuperset(self.readers[o])
                     if o not in members and is_inside and (self._supported(o) or self._is_product(o)):
                         members.add(o)
+                        del outside[o]
+                        outside |= dict.fromkeys(below for below in self.reads[o] if below not in members)
                         changed = True
             if len(self.readers[root]) == 1 and (reader := min(self.readers[root])) >= 0 and self._supported(reader):
                 members.add(reader)
+                outside |= dict.fromkeys(o for o in self.reads[reader] if o not in members)
                 root, changed = reader, True
-        outside = dict.fromkeys((o for m in sorted(members) for o in self.reads[m] if o not in members), False)
+        n_reads = {o: sum(o in self.reads[m] for m in members) for o in outside}
         for o in outside:
             _add(self.readers[o], root)
         for member in sorted(members - {root}, reverse=True):
             for o in self.reads[member]:
                 _remove(self.readers[o], member)
             self.alive[member] = False
-        self.reads[root] = outside
+        self.reads[root], self.n_reads[root] = dict.fromkeys(outside, False), n_reads
         self.flexible[root] = False
 
     def _supported(self, index: int) -> bool:
@@ -152,23 +159,29 @@ class _Fusion:
 
     def loops(self) -> None:
         """Fuses every operation with the producers that it computes itself."""
+        self.place = _visited(self.reads, self.outputs)
         single = self._single()
         for index in sorted(range(len(self.operations)), key=self.place.__getitem__, reverse=True):
             if self.alive[index] and self.flexible[index] and self.reads[index]:
                 self._take_in(index, single)
 
     def _take_in(self, index: int, single: set[int]) -> None:
-        reads, reused, readers = self.reads[index], self._reused(index), self.readers
+        reads, reused, readers, n_reads = self.reads[index], self._reused(index), self.readers, self.n_reads[index]
+        copies = Copies(self.operations, index, reads)
         queue = [(-self.place[o], o) for o in reads if self.flexible[o]]
         heapq.heapify(queue)
         while queue:
             producer = heapq.heappop(queue)[1]
             if not self._fusible(producer, index, reused) or producer in single:
                 continue
+            if index in self.fused and copies.is_too_much(producer, self._n_readers(producer)):
+                continue
             pure = reads.pop(producer) and self.kinds[producer] in ELEMENTWISE
             self.fused.add(index)
             _remove(readers[producer], index)
             below = self.reads[producer]
+            copies.add(producer, below)
+            del n_reads[producer]
             if producer in reused:
                 reused.update(below)
             elif self.kinds[producer] in REPEATING:
@@ -179,10 +192,15 @@ class _Fusion:
                     if self.flexible[o]:
                         heapq.heappush(queue, (-self.place[o], o))
                 reads[o] = reads.get(o, True) and pure
+                n_reads[o] = n_reads.get(o, 0) + 1
             if not readers[producer]:
                 self.alive[producer] = False
                 for o in below:
                     _remove(readers[o], producer)
+
+    def _n_readers(self, index: int) -> int:
+        """The operations that read an array, in all kernels; the end of the program is one."""
+        return sum(1 if reader < 0 else self.n_reads[reader][index] for reader in self.readers[index])
 
     def _fusible(self, producer: int, consumer: int, reused: set[int]) -> bool:
         if not self.flexible[producer]:
@@ -299,13 +317,17 @@ def _as_listed(operations: Sequence[Operation]) -> list[Operation]:
 
 def post_order(operations: Sequence[Operation], outputs: Iterable[int]) -> list[int]:
     """The position of each operation in a post-order visit, the first operand and output first."""
-    place, count, pending = [-1] * len(operations), 0, list(outputs)[::-1]
-    opened = bytearray(len(operations))
+    return _visited([operation.operands for operation in operations], outputs)
+
+
+def _visited(operands: Sequence[Collection[int]], outputs: Iterable[int]) -> list[int]:
+    place, count, pending = [-1] * len(operands), 0, list(outputs)[::-1]
+    opened = bytearray(len(operands))
     while pending:
         index = pending[-1]
         if not opened[index]:
             opened[index] = True
-            pending.extend([o for o in reversed(operations[index].operands) if not opened[o]])
+            pending.extend([o for o in reversed(list(operands[index])) if not opened[o]])
             continue
         pending.pop()
         if place[index] < 0:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
 
-from passes.ir import Node, TensorType, item_nbytes
+from passes.ir import Node, TensorType
 from passes.memory.grouped_products import grouped
 from passes.memory.operations import TRANSPOSED, Kind, Operations, Shape, is_number
 from passes.memory.products import contraction, convolution
@@ -68,10 +68,9 @@ NARROW = frozenset(
 )
 """Primitives that take any dtype as it is: views, what makes no operation, and what would mean something else wider."""
 
-FUSED_JOINS = 8
-ROW_NBYTES, COPIED_NBYTES = 64, 2048
-"""The operands of a concatenation up to which XLA's CPU compiler fuses it, and the bytes of a row and of the whole from
-which it copies rows instead: thresholds of the compiler, read off its programs (jaxlib 0.10; `benchmarks.memory`)."""
+FUSED_JOINS, ROW_ELEMENTS = 8, 128
+"""The operands of a concatenation up to which XLA's CPU compiler fuses it, and the elements of a row that is joined
+from which it copies rows instead (CpuInstructionFusion::ShouldFuse, as of jaxlib 0.10)."""
 
 WINDOWS: Mapping[str, float] = MappingProxyType(
     {"reduce_window_sum": 0.0, "reduce_window_max": -math.inf, "reduce_window_min": math.inf}
@@ -110,7 +109,7 @@ def _converted(operations: Operations, node: Node, operands: Sequence[int], resu
 
 
 def _divided(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a quotient; by something known or broadcast it is a product."""
+    """The operations of a quotient; by something known it is a product, and so is the first by a broadcast array."""
     (type,), (above, below) = results, operands
     if "float" not in type.dtype:
         return [operations.elementwise("divide", operands, type, expensive=operations.number(below) is None)]
@@ -118,8 +117,9 @@ def _divided(operations: Operations, node: Node, operands: Sequence[int], result
         if is_number(number, 1.0):
             return [operations.broadcast(above, type.shape)]
         return [operations.elementwise("multiply", (above, operations.literal(("1/", number), type.dtype)), type)]
-    spread = operations[operations.broadcast(below, type.shape)]
-    if spread.kind != "broadcast" or operations.number(above) is not None:
+    spread = operations[at := operations.broadcast(below, type.shape)]
+    is_product = spread.kind == "broadcast" and operations.number(above) is None
+    if not is_product or operations.divided.setdefault(at, above) != above:
         return [operations.elementwise("divide", operands, type, expensive=True)]
     narrow = TensorType(shape=operations[spread.operands[0]].shape, dtype=type.dtype)
     ones = operations.literal(1.0, type.dtype)
@@ -199,6 +199,26 @@ def _rearranged(
     ]
 
 
+def _padded(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The operation of an array with zeros around it, and the slice of that where the program pads by less than none.
+
+    Zeros between elements tell a pad apart: XLA's CPU library has no kernel for them.
+    """
+    (type,), shape = results, operations[operands[0]].shape
+    config = cast("Sequence[tuple[int, int, int]]", node.params["padding_config"])
+    added = tuple((max(low, 0), max(high, 0), between) for low, high, between in config)
+    grown = tuple(
+        size + low + high + max(size - 1, 0) * between for size, (low, high, between) in zip(shape, added, strict=True)
+    )
+    padded = operands[0]
+    if any(map(any, added)):
+        name = "interior pad" if any(between for _, _, between in added) else "pad"
+        padded = operations.add("rearrange", operands, grown, type.dtype, (name, added))
+    if all(low >= 0 and high >= 0 for low, high, _ in config):
+        return [padded]
+    return [operations.add("rearrange", (padded,), type.shape, type.dtype, ("slice", tuple(config)))]
+
+
 def _concatenated(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
@@ -210,10 +230,8 @@ def joined_by_copies(
     operations: Operations, operands: Sequence[int], shape: Shape, dtype: str, dimension: int, count: int
 ) -> int:
     """The operation of `count` arrays joined: XLA fuses a concatenation unless it joins many arrays, or long rows."""
-    nbytes, row_nbytes = math.prod(shape) * item_nbytes(dtype), shape[-1] * item_nbytes(dtype) if shape else 0
-    long_rows = len(shape) > 1 and dimension == len(shape) - 1 and row_nbytes >= ROW_NBYTES
-    copied = count > FUSED_JOINS or (long_rows and nbytes >= COPIED_NBYTES)
-    kind: Kind = "opaque" if copied else "rearrange"
+    has_long_rows = len(shape) > 1 and dimension == len(shape) - 1 and shape[-1] >= ROW_ELEMENTS
+    kind: Kind = "opaque" if count > FUSED_JOINS or has_long_rows else "rearrange"
     return operations.add(kind, operands, shape, dtype, ("concatenate", dimension))
 
 
@@ -357,7 +375,7 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
             ("stop_gradient", "copy", "copy_p", "name", "device_put", "sharding_constraint", "constrain"), _same
         ),
         **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
-        **dict.fromkeys(("slice", "dynamic_slice", "rev", "pad", "split", "unstack", "stack", "tile"), _rearranged),
+        **dict.fromkeys(("slice", "dynamic_slice", "rev", "split", "unstack", "stack", "tile"), _rearranged),
         **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),
         **dict.fromkeys(WINDOWS, _windowed),
         **dict.fromkeys("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split(), _scattered),
@@ -374,6 +392,7 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         "integer_pow": _power,
         "iota": _iota,
         "logistic": _logistic,
+        "pad": _padded,
         "qr": _factored,
         "ragged_dot_general": grouped,
         "random_bits": _random,

@@ -126,7 +126,7 @@ class Operations:
     Those that are fused (`TensorType.fused`) take no memory. Arithmetic on the dtypes `widened` is done in wider ones.
     What they make in the middle of a primitive is `rounded_to` a dtype, if that is narrower than the one computed in.
     They are those of a `compiler`: XLA's for CPUs, GPUs or TPUs. `lying` are the operands, by product and side, that a
-    product may read in place of the transposed ones that it has.
+    product may read in place of the transposed ones that it has. `divided` is the first that each broadcast divides.
     """
 
     def __init__(self, widened: Mapping[str, str] = MappingProxyType({}), compiler: Compiler = "gpu") -> None:
@@ -139,6 +139,7 @@ class Operations:
         self.before_rounding: dict[int, int] = {}
         self.rounded: set[int] = set()
         self.lying: dict[tuple[int, int], int] = {}
+        self.divided: dict[int, int] = {}
         self.at = self.value = -1
         self.is_fused = False
         self.rounded_to = ""
