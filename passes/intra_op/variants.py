@@ -9,7 +9,8 @@ from those that cost least to those that need least memory; one whose bound is a
     2. The step as it is written within the limit, then with its state offloaded, which takes no further solves.
     3. Of each number of microbatches the variant of least memory, while none fits: if it does not, others hardly will.
        One whose cheapest plan does not fit waits until one does as it is, or none is left: a limit costs solves. The
-       fewest microbatches of those that waited are found by bisection.
+       fewest microbatches of those that waited are found by bisection; one microbatch adds up no gradients, and may
+       need less than several.
     4. Those that keep more, in the numbers of microbatches that fit, as long as `VariantTrials` finds it worth it.
     5. The plan with as many of its last layers keeping everything as fit, brought nearer to the optimum.
 """
@@ -135,7 +136,7 @@ def _of_least_memory(
             break
         if trials.may_fit(variant):
             begun.append(variant.count)
-            yield _Attempt(variant=variant, may_wait=True)
+            yield _Attempt(variant=variant, may_wait=variant.count > 1)
         else:
             unlikely.append(variant)
     fitting = _bisected(trials, begun)
