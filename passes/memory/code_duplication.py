@@ -15,7 +15,7 @@ from passes.memory.operations import Operation
 MOST_COPIES = 15
 """The times that an operation is written in one kernel at most (kAllowedCodeDuplication of the reference)."""
 
-BLOCKS = frozenset({"concatenate", "dot", "dynamic-update-slice", "interior pad", "pad", "reduce", "reduce-window"})
+BLOCKS = frozenset({"concatenate", "dot", "dynamic-update-slice", "loop pad", "pad", "reduce", "reduce-window"})
 """The opcodes of operations that are written once at most, as control flow is (OpInvalidatesCache of the reference);
 sums and maxima are told by their kind."""
 
@@ -24,7 +24,7 @@ _KERNEL = -1
 
 
 class Copies:
-    """How often each operation is written in the kernel of an operation, given what that takes in."""
+    """The copies of each operation in the code of a kernel, that of operation `root`, as it takes others in."""
 
     def __init__(self, operations: Sequence[Operation], root: int, operands: Iterable[int]) -> None:
         self._operations = operations

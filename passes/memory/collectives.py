@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from passes.memory.lowering_rules import joined_by_copies
 from passes.memory.operations import Operations, Shape
+from passes.memory.pads_and_joins import joined_by_copies
 from passes.sharding import Step
 
 PIECES = 8

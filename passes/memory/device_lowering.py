@@ -13,8 +13,9 @@ from passes.memory.compilers import compiler_of
 from passes.memory.device_program import WHOLE, DeviceProgram, Interface
 from passes.memory.dtype_widening import round_to, to_xla_widened
 from passes.memory.hoisting import hoisted
-from passes.memory.lowering_rules import BARRIER, joined_by_copies, to_xla
+from passes.memory.lowering_rules import BARRIER, to_xla
 from passes.memory.operations import Operation, Operations, Shape, widen
+from passes.memory.pads_and_joins import joined_by_copies
 from passes.memory.products import as_they_lie
 from passes.placement import Layout, Pack, Placement, Resharding, ReshardingPlan, is_free, shared
 from passes.rules import ShardingRule

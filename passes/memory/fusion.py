@@ -1,8 +1,8 @@
 """The kernels that XLA's CPU compiler fuses operations into, and hence the arrays that are written to memory.
 
 Two passes, as XLA has them. First every large sum or maximum takes in what it alone reads, products of matrices too,
-and what alone reads it (`library`). Then, from the last operation to the first, every operation takes in the producers
-that may be computed again where they are read (`loops`): any cheap one, an expensive one only if nobody else reads it
+and what alone reads it (`_Library`). Then, from the last operation to the first, every operation takes in the producers
+that may be computed again where they are read (`_Loops`): any cheap one, an expensive one only if nobody else reads it
 and no element is needed twice, and none that a kernel would repeat too often in its code. A producer of several large
 operands whose readers cannot all take it in is written to memory for all.
 
@@ -63,18 +63,18 @@ class Kernel:
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations, without those that no output needs."""
-    fusion = _Fusion(operations, tuple(dict.fromkeys(outputs)))
-    fusion.library()
-    fusion.loops()
-    return fusion.kernels()
+    graph = _Graph(operations, tuple(dict.fromkeys(outputs)))
+    _Library(graph).run()
+    _Loops(graph).run()
+    return graph.kernels()
 
 
-class _Fusion:
+class _Graph:
     """The operands and readers of every operation while kernels grow.
 
     An operation is `alive` if it has a kernel of its own, and `flexible` if that kernel may still take others in.
-    `n_reads` are the operations of a kernel that read each operand.
-    Readers of one array are at first in the order of the program before collectives were combined, -1 is the end of it.
+    `n_reads` are the operations of a kernel that read each operand. Readers of one array are at first in the order of
+    the program before collectives were combined, -1 is the end of it.
     """
 
     def __init__(self, operations: Sequence[Operation], outputs: Sequence[int]) -> None:
@@ -102,42 +102,66 @@ class _Fusion:
         self.n_reads = [dict.fromkeys(reads, 1) for reads in self.reads]
         self.fused: set[int] = set()
 
-    def library(self) -> None:
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels that are left, each with what it reads."""
+        kernels: list[Kernel] = []
+        for index, reads in enumerate(self.reads):
+            if self.alive[index] and self.kinds[index] != "literal":
+                ordered = tuple(sorted(reads))
+                over = tuple([o for o in ordered if reads[o]])
+                readers = tuple(reader for reader in self.readers[index] if reader >= 0)
+                fused = index in self.fused
+                kernels.append(Kernel(operation=index, reads=ordered, over=over, readers=readers, is_fused=fused))
+        return tuple(kernels)
+
+
+class _Library:
+    """The kernels of XLA's library: sums and maxima with what they alone read, and what alone reads them."""
+
+    def __init__(self, graph: _Graph) -> None:
+        self.graph = graph
+
+    def run(self) -> None:
         """Fuses sums and maxima with the operations around them."""
-        for index in reversed(range(len(self.operations))):
-            if self.kinds[index] == "reduce" and self.alive[index] and self.flexible[index] and self._large(index):
+        for index in reversed(range(len(self.graph.operations))):
+            may_grow = self.graph.alive[index] and self.graph.flexible[index]
+            if self.graph.kinds[index] == "reduce" and may_grow and self._large(index):
                 self._grow(index)
 
     def _grow(self, index: int) -> None:
         members, root, changed = {index}, index, True
-        outside = dict[int, None](dict.fromkeys(self.reads[index]))
+        outside = dict[int, None](dict.fromkeys(self.graph.reads[index]))
         while changed:
             changed = False
             for member in sorted(members, reverse=True):
-                for o in self.reads[member]:
-                    is_inside = members.issuperset(self.readers[o])
+                for o in self.graph.reads[member]:
+                    is_inside = members.issuperset(self.graph.readers[o])
                     if o not in members and is_inside and (self._supported(o) or self._is_product(o)):
                         members.add(o)
                         del outside[o]
-                        outside |= dict.fromkeys(below for below in self.reads[o] if below not in members)
+                        outside |= dict.fromkeys(below for below in self.graph.reads[o] if below not in members)
                         changed = True
-            if len(self.readers[root]) == 1 and (reader := min(self.readers[root])) >= 0 and self._supported(reader):
+            if (
+                len(self.graph.readers[root]) == 1
+                and (reader := min(self.graph.readers[root])) >= 0
+                and self._supported(reader)
+            ):
                 members.add(reader)
-                outside |= dict.fromkeys(o for o in self.reads[reader] if o not in members)
+                outside |= dict.fromkeys(o for o in self.graph.reads[reader] if o not in members)
                 root, changed = reader, True
-        n_reads = {o: sum(o in self.reads[m] for m in members) for o in outside}
+        n_reads = {o: sum(o in self.graph.reads[m] for m in members) for o in outside}
         for o in outside:
-            _add(self.readers[o], root)
+            _add(self.graph.readers[o], root)
         for member in sorted(members - {root}, reverse=True):
-            for o in self.reads[member]:
-                _remove(self.readers[o], member)
-            self.alive[member] = False
-        self.reads[root], self.n_reads[root] = dict.fromkeys(outside, False), n_reads
-        self.flexible[root] = False
+            for o in self.graph.reads[member]:
+                _remove(self.graph.readers[o], member)
+            self.graph.alive[member] = False
+        self.graph.reads[root], self.graph.n_reads[root] = dict.fromkeys(outside, False), n_reads
+        self.graph.flexible[root] = False
 
     def _supported(self, index: int) -> bool:
-        operation = self.operations[index]
-        if not self.flexible[index] or not self.alive[index]:
+        operation = self.graph.operations[index]
+        if not self.graph.flexible[index] or not self.graph.alive[index]:
             return False
         if operation.kind in LIBRARY_SHAPES:
             return operation.dtype in LIBRARY_DTYPES or operation.dtype == "int32"
@@ -148,94 +172,111 @@ class _Fusion:
 
     def _is_product(self, index: int) -> bool:
         """Whether an operation is a matrix product that the library computes where it is reduced."""
-        operation = self.operations[index]
-        return self.alive[index] and operation.kind == "dot" and self._large(index)
+        operation = self.graph.operations[index]
+        return self.graph.alive[index] and operation.kind == "dot" and self._large(index)
 
     def _large(self, index: int) -> bool:
         """Whether the library has the types and is worth its overhead."""
-        around = (index, *self.operations[index].operands)
-        large = max(self.sizes[o] for o in around) >= LIBRARY_ELEMENTS
-        return large and all(self.operations[o].dtype in LIBRARY_DTYPES for o in around)
+        around = (index, *self.graph.operations[index].operands)
+        large = max(self.graph.sizes[o] for o in around) >= LIBRARY_ELEMENTS
+        return large and all(self.graph.operations[o].dtype in LIBRARY_DTYPES for o in around)
 
-    def loops(self) -> None:
+
+class _Loops:
+    """The kernels of everything else: each operation with the producers that may be computed again where they are read.
+
+    `place` is the position of each operation in the order in which they are looked at, the last first.
+    """
+
+    def __init__(self, graph: _Graph) -> None:
+        self.graph = graph
+        self.place = _visited(graph.reads, graph.outputs)
+
+    def run(self) -> None:
         """Fuses every operation with the producers that it computes itself."""
-        self.place = _visited(self.reads, self.outputs)
         single = self._single()
-        for index in sorted(range(len(self.operations)), key=self.place.__getitem__, reverse=True):
-            if self.alive[index] and self.flexible[index] and self.reads[index]:
+        for index in sorted(range(len(self.graph.operations)), key=self.place.__getitem__, reverse=True):
+            if self.graph.alive[index] and self.graph.flexible[index] and self.graph.reads[index]:
                 self._take_in(index, single)
 
     def _take_in(self, index: int, single: set[int]) -> None:
-        reads, reused, readers, n_reads = self.reads[index], self._reused(index), self.readers, self.n_reads[index]
-        copies = Copies(self.operations, index, reads)
-        queue = [(-self.place[o], o) for o in reads if self.flexible[o]]
+        reads, reused, readers, n_reads = (
+            self.graph.reads[index],
+            self._reused(index),
+            self.graph.readers,
+            self.graph.n_reads[index],
+        )
+        copies = Copies(self.graph.operations, index, reads)
+        queue = [(-self.place[o], o) for o in reads if self.graph.flexible[o]]
         heapq.heapify(queue)
         while queue:
             producer = heapq.heappop(queue)[1]
             if not self._fusible(producer, index, reused) or producer in single:
                 continue
-            if index in self.fused and copies.is_too_much(producer, self._n_readers(producer)):
+            if index in self.graph.fused and copies.is_too_much(producer, self._n_readers(producer)):
                 continue
-            pure = reads.pop(producer) and self.kinds[producer] in ELEMENTWISE
-            self.fused.add(index)
+            pure = reads.pop(producer) and self.graph.kinds[producer] in ELEMENTWISE
+            self.graph.fused.add(index)
             _remove(readers[producer], index)
-            below = self.reads[producer]
+            below = self.graph.reads[producer]
             copies.add(producer, below)
             del n_reads[producer]
             if producer in reused:
                 reused.update(below)
-            elif self.kinds[producer] in REPEATING:
+            elif self.graph.kinds[producer] in REPEATING:
                 reused |= self._reused(producer)
             for o in below:
                 if o not in reads:
                     _add(readers[o], index)
-                    if self.flexible[o]:
+                    if self.graph.flexible[o]:
                         heapq.heappush(queue, (-self.place[o], o))
                 reads[o] = reads.get(o, True) and pure
                 n_reads[o] = n_reads.get(o, 0) + 1
             if not readers[producer]:
-                self.alive[producer] = False
+                self.graph.alive[producer] = False
                 for o in below:
                     _remove(readers[o], producer)
 
     def _n_readers(self, index: int) -> int:
         """The operations that read an array, in all kernels; the end of the program is one."""
-        return sum(1 if reader < 0 else self.n_reads[reader][index] for reader in self.readers[index])
+        return sum(1 if reader < 0 else self.graph.n_reads[reader][index] for reader in self.graph.readers[index])
 
     def _fusible(self, producer: int, consumer: int, reused: set[int]) -> bool:
-        if not self.flexible[producer]:
+        if not self.graph.flexible[producer]:
             return False
-        if self.kinds[producer] in ONCE:
-            return self.readers[producer] == [consumer] and producer not in reused
+        if self.graph.kinds[producer] in ONCE:
+            return self.graph.readers[producer] == [consumer] and producer not in reused
         return True
 
     def _reused(self, index: int) -> set[int]:
         """The operands whose elements an operation reads more than once; what is joined is read once."""
-        kind, reads = self.kinds[index], self.reads[index]
-        if self.operations[index].name == "concatenate":
+        kind, reads = self.graph.kinds[index], self.graph.reads[index]
+        if self.graph.operations[index].name == "concatenate":
             return set()
-        if kind == "broadcast" or self.operations[index].name == "dynamic-slice":  # XLA does not look at what it takes
+        if (
+            kind == "broadcast" or self.graph.operations[index].name == "dynamic-slice"
+        ):  # XLA does not look at what it takes
             return set(reads)
         return set(list(reads)[1:]) if kind in REPEATING else set()
 
     def _single(self) -> set[int]:
         """The producers of several large operands that are written to memory, as not all readers can take them in."""
         single: set[int] = set()
-        for index in reversed(range(len(self.operations))):
-            if len(self.readers[index]) < 2 or len(self.reads[index]) < 2:
+        for index in reversed(range(len(self.graph.operations))):
+            if len(self.graph.readers[index]) < 2 or len(self.graph.reads[index]) < 2:
                 continue
-            if not self.alive[index] or not self.flexible[index]:
+            if not self.graph.alive[index] or not self.graph.flexible[index]:
                 continue
-            rank = _rank(self.operations[index])
+            rank = _rank(self.graph.operations[index])
             large = [
                 o
-                for o in self.reads[index]
-                if self.kinds[o] not in ("broadcast", "iota") and _rank(self.operations[o]) >= rank
+                for o in self.graph.reads[index]
+                if self.graph.kinds[o] not in ("broadcast", "iota") and _rank(self.graph.operations[o]) >= rank
             ]
-            read = sum(self.sizes[o] for o in self.reads[index])
-            if len(large) <= 1 or read <= self.sizes[index]:
+            read = sum(self.graph.sizes[o] for o in self.graph.reads[index])
+            if len(large) <= 1 or read <= self.graph.sizes[index]:
                 continue
-            if not all(self._on_all_paths(index, reader, single) for reader in self.readers[index]):
+            if not all(self._on_all_paths(index, reader, single) for reader in self.graph.readers[index]):
                 single.add(index)
         return single
 
@@ -244,9 +285,9 @@ class _Fusion:
         steps_left, pending, seen = SEARCHED, [reader], {reader}
         while pending:
             current = pending.pop()
-            if current < 0 or not self.flexible[current]:
+            if current < 0 or not self.graph.flexible[current]:
                 return False
-            for o in self.reads[current]:
+            for o in self.graph.reads[current]:
                 if o < producer or o in seen or not self._reaches(producer, o):
                     continue
                 if o in fused or not self._fusible(o, current, self._reused(current)):
@@ -265,23 +306,11 @@ class _Fusion:
             current = pending.pop()
             if current == producer or len(seen) > SEARCHED:
                 return True
-            for o in self.reads[current]:
+            for o in self.graph.reads[current]:
                 if o >= producer and o not in seen:
                     seen.add(o)
                     pending.append(o)
         return False
-
-    def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels that are left, each with what it reads."""
-        kernels: list[Kernel] = []
-        for index, reads in enumerate(self.reads):
-            if self.alive[index] and self.kinds[index] != "literal":
-                ordered = tuple(sorted(reads))
-                over = tuple([o for o in ordered if reads[o]])
-                readers = tuple(reader for reader in self.readers[index] if reader >= 0)
-                fused = index in self.fused
-                kernels.append(Kernel(operation=index, reads=ordered, over=over, readers=readers, is_fused=fused))
-        return tuple(kernels)
 
 
 def _add(readers: list[int], reader: int) -> None:

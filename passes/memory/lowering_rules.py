@@ -17,7 +17,8 @@ from typing import cast
 
 from passes.ir import Node, TensorType
 from passes.memory.grouped_products import grouped
-from passes.memory.operations import TRANSPOSED, Kind, Operations, Shape, is_number
+from passes.memory.operations import TRANSPOSED, Operations, Shape, is_number
+from passes.memory.pads_and_joins import concatenated, padded
 from passes.memory.products import contraction, convolution
 from passes.memory.windows import selected, windowed
 
@@ -67,10 +68,6 @@ NARROW = frozenset(
     "stop_gradient transpose".split()
 )
 """Primitives that take any dtype as it is: views, what makes no operation, and what would mean something else wider."""
-
-FUSED_JOINS, ROW_ELEMENTS = 8, 128
-"""The operands of a concatenation up to which XLA's CPU compiler fuses it, and the elements of a row that is joined
-from which it copies rows instead (CpuInstructionFusion::ShouldFuse, as of jaxlib 0.10)."""
 
 WINDOWS: Mapping[str, float] = MappingProxyType(
     {"reduce_window_sum": 0.0, "reduce_window_max": -math.inf, "reduce_window_min": math.inf}
@@ -197,42 +194,6 @@ def _rearranged(
         else operations.add("rearrange", operands, type.shape, type.dtype, (*tag, i))
         for i, type in enumerate(results)
     ]
-
-
-def _padded(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operation of an array with zeros around it, and the slice of that where the program pads by less than none.
-
-    Zeros between elements tell a pad apart: XLA's CPU library has no kernel for them.
-    """
-    (type,), shape = results, operations[operands[0]].shape
-    config = cast("Sequence[tuple[int, int, int]]", node.params["padding_config"])
-    added = tuple((max(low, 0), max(high, 0), between) for low, high, between in config)
-    grown = tuple(
-        size + low + high + max(size - 1, 0) * between for size, (low, high, between) in zip(shape, added, strict=True)
-    )
-    padded = operands[0]
-    if any(map(any, added)):
-        name = "interior pad" if any(between for _, _, between in added) else "pad"
-        padded = operations.add("rearrange", operands, grown, type.dtype, (name, added))
-    if all(low >= 0 and high >= 0 for low, high, _ in config):
-        return [padded]
-    return [operations.add("rearrange", (padded,), type.shape, type.dtype, ("slice", tuple(config)))]
-
-
-def _concatenated(
-    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
-) -> list[int]:
-    (type,), dimension = results, cast("int", node.params["dimension"])
-    return [joined_by_copies(operations, operands, type.shape, type.dtype, dimension, len(operands))]
-
-
-def joined_by_copies(
-    operations: Operations, operands: Sequence[int], shape: Shape, dtype: str, dimension: int, count: int
-) -> int:
-    """The operation of `count` arrays joined: XLA fuses a concatenation unless it joins many arrays, or long rows."""
-    has_long_rows = len(shape) > 1 and dimension == len(shape) - 1 and shape[-1] >= ROW_ELEMENTS
-    kind: Kind = "opaque" if count > FUSED_JOINS or has_long_rows else "rearrange"
-    return operations.add(kind, operands, shape, dtype, ("concatenate", dimension))
 
 
 def _sorted(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -382,7 +343,7 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         "bitcast_convert_type": _bits,
         "broadcast_in_dim": _broadcast,
         "cholesky": _cholesky,
-        "concatenate": _concatenated,
+        "concatenate": concatenated,
         "conv_general_dilated": convolution,
         CONVERSION: _converted,
         "div": _divided,
@@ -392,7 +353,7 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         "integer_pow": _power,
         "iota": _iota,
         "logistic": _logistic,
-        "pad": _padded,
+        "pad": padded,
         "qr": _factored,
         "ragged_dot_general": grouped,
         "random_bits": _random,

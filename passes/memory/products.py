@@ -35,6 +35,8 @@ def contraction(
     operands = [widen(operations, o) for o in operands]
     if numbers[1][0]:
         operands = [_as_sent(operations, o) for o in operands]
+    if all(operations[operands[0]].shape[d] == 1 for d in numbers[0][0]):
+        return [_outer(operations, operands, type, numbers)]
     operands, numbers = _folded(operations, operands, numbers)
     product = _product(operations[operands[0]].shape, operations[operands[1]].shape, numbers)
     if product is None:
@@ -50,6 +52,23 @@ def contraction(
         reads.append(widen(operations, operations.reshape(arranged, matrix)))
     dot = _dot(operations, reads, product.made, type.dtype, ("merged", numbers), narrow, product.orders)
     return [operations.reshape(dot, type.shape)]
+
+
+def _outer(
+    operations: Operations, operands: Sequence[int], type: TensorType, numbers: tuple[tuple[Shape, Shape], ...]
+) -> int:
+    """The operation of a product over nothing: each element of one side times each of the other, no dot."""
+    contracted, batch = numbers
+    sides: list[int] = []
+    for operand, sums, shared in zip(operands, contracted, batch, strict=True):
+        shape = operations[operand].shape
+        free = [d for d in range(len(shape)) if d not in sums and d not in shared]
+        arranged = operations.transpose(operand, (*shared, *free, *sums))
+        narrow = operations.reshape(arranged, tuple(shape[d] for d in (*shared, *free)))
+        first = len(shared) if not sides else len(type.shape) - len(free)
+        sides.append(operations.broadcast(narrow, type.shape, (*range(len(shared)), *range(first, first + len(free)))))
+    wide = TensorType(shape=type.shape, dtype=operations[sides[0]].dtype)
+    return operations.converted(operations.elementwise("multiply", sides, wide), type.dtype)
 
 
 def _dot(

@@ -25,7 +25,7 @@ CHOICE = "window"
 def windowed(operations: Operations, name: str, initial: float, operand: int, type: TensorType) -> int:
     """The operation of a reduction over windows, which pads what it reads itself, with the number it begins with."""
     source = operations[operand]
-    if source.name == "pad" and is_number(operations.number(source.operands[1]), initial):
+    if source.name in ("pad", "loop pad") and is_number(operations.number(source.operands[1]), initial):
         operand = source.operands[0]
     return operations.add("opaque", (operand,), type.shape, type.dtype, (name, operations.at))
 

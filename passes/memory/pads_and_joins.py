@@ -1,0 +1,53 @@
+"""The operations of arrays with zeros around them, and of arrays that are joined, as XLA's CPU compiler fuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from passes.ir import Node, TensorType
+from passes.memory.operations import Kind, Operations, Shape
+
+FUSED_JOINS, ROW_ELEMENTS = 8, 128
+"""The operands of a concatenation up to which XLA's CPU compiler fuses it, and the elements of a row that is joined
+from which it copies rows instead (CpuInstructionFusion::ShouldFuse, as of jaxlib 0.10)."""
+
+
+def padded(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The operation of an array with zeros around it, and the slice of that where the program pads by less than none.
+
+    A `loop pad` is one that XLA's CPU library does not take in (IsPadOpSupportedByYnn, as of jaxlib 0.10): there are
+    zeros between elements, or beside a single one, which it would repeat.
+    """
+    (type,), shape = results, operations[operands[0]].shape
+    config = cast("Sequence[tuple[int, int, int]]", node.params["padding_config"])
+    added = tuple((max(low, 0), max(high, 0), between) for low, high, between in config)
+    grown = tuple(
+        size + low + high + max(size - 1, 0) * between for size, (low, high, between) in zip(shape, added, strict=True)
+    )
+    padded = operands[0]
+    if any(map(any, added)):
+        sizes = zip(shape, added, strict=True)
+        in_loops = any(between or (size == 1 and (low or high)) for size, (low, high, between) in sizes)
+        name = "loop pad" if in_loops else "pad"
+        padded = operations.add("rearrange", operands, grown, type.dtype, (name, added))
+    if all(low >= 0 and high >= 0 for low, high, _ in config):
+        return [padded]
+    return [operations.add("rearrange", (padded,), type.shape, type.dtype, ("slice", tuple(config)))]
+
+
+def concatenated(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    """The operation of arrays joined along a dimension."""
+    (type,), dimension = results, cast("int", node.params["dimension"])
+    return [joined_by_copies(operations, operands, type.shape, type.dtype, dimension, len(operands))]
+
+
+def joined_by_copies(
+    operations: Operations, operands: Sequence[int], shape: Shape, dtype: str, dimension: int, count: int
+) -> int:
+    """The operation of `count` arrays joined: XLA fuses a concatenation unless it joins many arrays, or long rows."""
+    has_long_rows = len(shape) > 1 and dimension == len(shape) - 1 and shape[-1] >= ROW_ELEMENTS
+    kind: Kind = "opaque" if count > FUSED_JOINS or has_long_rows else "rearrange"
+    return operations.add(kind, operands, shape, dtype, ("concatenate", dimension))

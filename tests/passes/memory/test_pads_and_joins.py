@@ -1,0 +1,53 @@
+"""Arrays with zeros around them and joined arrays, as XLA's operations."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.ir import Node, TensorType
+from passes.memory.operations import Operation, Operations
+from passes.memory.pads_and_joins import FUSED_JOINS, ROW_ELEMENTS, joined_by_copies, padded
+
+SHAPE = (8, 1, 4)
+
+
+def grown(config: tuple[tuple[int, int, int], ...]) -> tuple[Operation, ...]:
+    """The operations that zeros so (before, after, between) along each dimension add."""
+    operations = Operations()
+    array, zero = operations.add("input", (), SHAPE, "float32"), operations.literal(0.0, "float32")
+    shape = tuple(n + low + high + (n - 1) * between for n, (low, high, between) in zip(SHAPE, config, strict=True))
+    node = Node(primitive="pad", inputs=(0, 1), outputs=(2,), params={"padding_config": config})
+    (result,) = padded(operations, node, (array, zero), [TensorType(shape=shape, dtype="float32")])
+    assert operations[result].shape == shape
+    return tuple(operations.every[2:])
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (((0, 0, 0), (0, 0, 0), (0, 0, 0)), []),
+        (((1, 2, 0), (0, 0, 0), (0, 0, 0)), ["pad"]),
+        (((0, 0, 1), (0, 0, 0), (0, 0, 0)), ["loop pad"]),
+        (((0, 0, 0), (0, 3, 0), (0, 0, 0)), ["loop pad"]),
+        (((-1, -2, 0), (0, 0, 0), (0, 0, 0)), ["slice"]),
+        (((-1, 2, 0), (0, 0, 0), (0, 1, 0)), ["pad", "slice"]),
+    ],
+)
+def test_zeros_are_padded_and_less_than_none_is_a_slice(config: tuple[tuple[int, int, int], ...], names: list[str]):
+    assert [added.name for added in grown(config)] == names
+
+
+@pytest.mark.parametrize(
+    ("count", "row", "dimension", "kind"),
+    [
+        (2, ROW_ELEMENTS - 2, 1, "rearrange"),
+        (2, ROW_ELEMENTS, 1, "opaque"),
+        (2, ROW_ELEMENTS, 0, "rearrange"),
+        (FUSED_JOINS, 8, 0, "rearrange"),
+        (FUSED_JOINS + 1, 9, 0, "opaque"),
+    ],
+)
+def test_many_arrays_and_long_rows_are_copied(count: int, row: int, dimension: int, kind: str):
+    operations = Operations()
+    parts = [operations.add("input", (), (4, row), "float32", number) for number in range(count)]
+    assert operations[joined_by_copies(operations, parts, (4, row), "float32", dimension, count)].kind == kind
