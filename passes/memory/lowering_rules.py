@@ -277,6 +277,18 @@ def _gathered(operations: Operations, node: Node, operands: Sequence[int], resul
 
 
 def _scattered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The operation of an update; places within each element of a batch are told with those of the elements.
+
+    Reference: XLA's BatchedGatherScatterNormalizer, as of jaxlib 0.10.
+    """
+    numbers = cast("Mapping[str, Sequence[int]]", node.params.get("dimension_numbers", {}))
+    if batch := len(numbers.get("operand_batching_dims", ())):
+        target, places, *updates = operands
+        within = operations[places]
+        counters = [operations.add("iota", (), within.shape, within.dtype, d) for d in range(batch)]
+        shape = (math.prod(within.shape[:-1]), batch + within.shape[-1])
+        told = operations.add("rearrange", (*counters, places), shape, within.dtype, ("concatenate", operations.at))
+        operands = (target, told, *updates)
     return [operations.add("update", operands, results[0].shape, results[0].dtype, (opcode(node), operations.at))]
 
 
@@ -336,7 +348,7 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
             ("stop_gradient", "copy", "copy_p", "name", "device_put", "sharding_constraint", "constrain"), _same
         ),
         **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshaped),
-        **dict.fromkeys(("slice", "dynamic_slice", "rev", "split", "unstack", "stack", "tile"), _rearranged),
+        **dict.fromkeys(("slice", "dynamic_slice", "rev", "split", "unstack", "tile"), _rearranged),
         **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min"), _reduced),
         **dict.fromkeys(WINDOWS, _windowed),
         **dict.fromkeys("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split(), _scattered),
@@ -359,6 +371,7 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         "random_bits": _random,
         "select_and_scatter_add": selected,
         "sort": _sorted,
+        "stack": concatenated,
         "transpose": _transposed,
         "triangular_solve": _solved,
     }

@@ -39,8 +39,8 @@ def padded(operations: Operations, node: Node, operands: Sequence[int], results:
 def concatenated(
     operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
 ) -> list[int]:
-    """The operation of arrays joined along a dimension."""
-    (type,), dimension = results, cast("int", node.params["dimension"])
+    """The operation of arrays joined along a dimension, their own or a new one."""
+    (type,), dimension = results, cast("int", node.params.get("dimension", node.params.get("axis")))
     return [joined_by_copies(operations, operands, type.shape, type.dtype, dimension, len(operands))]
 
 

@@ -60,6 +60,21 @@ def means_of_windows(x: jax.Array, a: jax.Array) -> jax.Array:
     return jnp.sum(lax.reduce_window(images, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") ** 2)
 
 
+def sorted_rows(x: jax.Array, a: jax.Array) -> jax.Array:
+    """Its transpose scatters to places that are told with those of the batch, three numbers for each element."""
+    return jnp.sum(jnp.sort(x * a, 1)[:, -8:] ** 2)
+
+
+def rotated(x: jax.Array, a: jax.Array) -> jax.Array:
+    """Pairs that are stacked are written once, for the sum and for its transpose."""
+    first, second = x[..., ::2] * a[::2], x[..., 1::2] * a[1::2]
+    angles = jnp.arange(LENGTH)[:, None] / 10.0 ** jnp.arange(0, WIDTH, 2)
+    sine, cosine = jnp.sin(angles), jnp.cos(angles)
+    return jnp.sum(
+        jnp.stack([first * cosine - second * sine, first * sine + second * cosine], -1).reshape(x.shape) ** 2
+    )
+
+
 BOUNDS: dict[Network, float] = {
     of_levels: 0.01,
     state_space: 0.01,
@@ -67,6 +82,8 @@ BOUNDS: dict[Network, float] = {
     quotients: 0.01,
     short_rows: 0.01,
     means_of_windows: 0.15,
+    sorted_rows: 0.01,
+    rotated: 0.01,
 }
 """The error of each prediction at most."""
 
