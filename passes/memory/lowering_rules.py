@@ -287,8 +287,8 @@ def _scattered(operations: Operations, node: Node, operands: Sequence[int], resu
         within = operations[places]
         counters = [operations.add("iota", (), within.shape, within.dtype, d) for d in range(batch)]
         shape = (math.prod(within.shape[:-1]), batch + within.shape[-1])
-        told = operations.add("rearrange", (*counters, places), shape, within.dtype, ("concatenate", operations.at))
-        operands = (target, told, *updates)
+        paired = operations.add("rearrange", (*counters, places), shape, within.dtype, ("concatenate", operations.at))
+        operands = (target, paired, *updates)
     return [operations.add("update", operands, results[0].shape, results[0].dtype, (opcode(node), operations.at))]
 
 
