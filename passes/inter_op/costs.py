@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,19 +46,33 @@ class CostArrays:
     there_and_back: Floats
 
 
+class BoundarySeconds(NamedTuple):
+    """Seconds of the transfers at every cut, forward (`onward`) and backward (`back`).
+
+    Both are [cuts, senders, receivers, offsets]: senders and receivers are submeshes by index, and the offset is where
+    the sender's devices end. Those of stages that cannot stand there are infinite.
+    """
+
+    onward: Floats
+    back: Floats
+
+
 def tabulate(
-    n_layers: int,
-    places: Places,
     candidates: Mapping[Entry, Candidate | None],
-    hops: tuple[Floats, Floats],
+    boundaries: BoundarySeconds,
     microbatches: int,
+    *,
     split: bool,
     dispatch_seconds: float,
     memory_limit: float,
 ) -> CostArrays:
-    """The candidates' costs as arrays, for schedules that run the backward whole or split."""
+    """The candidates' costs as arrays, for schedules that `split` the backward or run it whole.
+
+    A device has `memory_limit` bytes, and is busy for `dispatch_seconds` with each task beside its work.
+    """
     usable = {entry: candidate for entry, candidate in candidates.items() if candidate and _can(candidate, split)}
-    shape = (len(places.choices), n_layers, n_layers + 1)
+    n_cuts, n_choices, *_ = boundaries.onward.shape
+    shape = (n_choices, n_cuts - 1, n_cuts)
     forward, chain, weights, finish, base = (np.full(shape, math.inf) for _ in range(5))
     in_flight = np.zeros(shape)
     for entry, candidate in usable.items():
@@ -87,9 +102,9 @@ def tabulate(
         max_in_flight=max_in_flight,
         base_nbytes=base,
         in_flight_nbytes=in_flight,
-        onward=hops[0],
-        back=hops[1],
-        there_and_back=hops[0] + hops[1],
+        onward=boundaries.onward,
+        back=boundaries.back,
+        there_and_back=boundaries.onward + boundaries.back,
     )
 
 
@@ -177,11 +192,8 @@ def entries(n_layers: int, places: Places, numbers: Sequence[int]) -> Iterator[E
                     yield index, first, last
 
 
-def boundaries(n_layers: int, places: Places, table: StageTable, microbatches: int) -> tuple[Floats, Floats]:
-    """Seconds of forward and of backward transfers at each cut, both [cuts, senders, receivers, offsets].
-
-    The offset is where the sender ends; those of stages that cannot stand there are infinite.
-    """
+def boundary_seconds(n_layers: int, places: Places, table: StageTable, microbatches: int) -> BoundarySeconds:
+    """Seconds of a microbatch's transfers at every cut, by the bytes that the table has for it."""
     shape = (n_layers + 1, len(places.choices), len(places.choices), len(places.final))
     onward, back = np.zeros(shape), np.zeros(shape)
     onward[1:n_layers] = back[1:n_layers] = math.inf
@@ -192,7 +204,7 @@ def boundaries(n_layers: int, places: Places, table: StageTable, microbatches: i
             at = np.s_[1:n_layers, sender, receiver, offsets]
             onward[at] = np.array([seconds(senders, receivers, size) for size in nbytes])[:, None]
             back[at] = np.array([seconds(receivers, senders, size) for size in nbytes])[:, None]
-    return onward, back
+    return BoundarySeconds(onward, back)
 
 
 def _relax(local: Floats, latency: Floats, hops: Floats, places: Places) -> tuple[Floats, float]:

@@ -33,8 +33,7 @@ from itertools import product
 
 from passes.errors import PlanningError, explain
 from passes.inter_op.choices import Partition, Places, StageTable, Submesh, place
-from passes.inter_op.costs import Problem, boundaries, entries, tabulate, with_bounds
-from passes.inter_op.even_cuts import check_stages
+from passes.inter_op.costs import Problem, boundary_seconds, entries, tabulate, with_bounds
 from passes.inter_op.infeasible import infeasible_error
 from passes.inter_op.requests import LowerBoundOf, Prefetch, Requests
 from passes.inter_op.schedule_registry import is_chunked, splits_backward
@@ -82,7 +81,14 @@ class Space:
             if is_chunked(name):
                 rule = "puts several stages on a device group, and the search gives each its own"
                 raise PlanningError(explain(f"schedule {name!r}", rule, "", "try '1f1b', or plan it by hand"))
-        return check_stages(self.n_layers, range(1, self.n_layers + 1) if self.n_stages is None else self.n_stages)
+        numbers = range(1, self.n_layers + 1) if self.n_stages is None else self.n_stages
+        for number in numbers or [0]:
+            if not 1 <= number <= self.n_layers:
+                rule = f"each needs a layer, and there are {self.n_layers}"
+                rule = rule if number > 0 else "a plan has at least 1 stage"
+                remedy = f"ask for {self.n_layers} or fewer" if self.n_layers > 1 else "ask for 1"
+                raise PlanningError(explain(f"n_stages={number}", rule, "", remedy))
+        return tuple(sorted(set(numbers)))
 
     def by_backward(self) -> dict[bool, tuple[str, ...]]:
         """The schedules that run a backward whole (False), and those that split it (True)."""
@@ -113,7 +119,7 @@ def partition(
     incumbent = Incumbent(
         places=places, dispatch_seconds=space.dispatch_seconds, overlap=space.overlap, seconds=context.cutoff
     )
-    hops = {m: boundaries(space.n_layers, places, table, m) for m in dict.fromkeys(space.microbatches)}
+    hops = {m: boundary_seconds(space.n_layers, places, table, m) for m in dict.fromkeys(space.microbatches)}
     requests = Requests(
         places=places,
         table=table,
@@ -130,14 +136,12 @@ def partition(
         """The problems of what is known: of each number of microbatches, with the backward in one or in halves."""
         for m, (split, names) in product(hops, kinds.items()):
             costs = tabulate(
-                space.n_layers,
-                places,
                 requests.known[m],
                 hops[m],
                 m,
-                split,
-                space.dispatch_seconds,
-                space.memory_limit,
+                split=split,
+                dispatch_seconds=space.dispatch_seconds,
+                memory_limit=space.memory_limit,
             )
             yield with_bounds(places, costs, m, names, numbers)
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.errors import PlanningError
-from passes.inter_op import even
 from passes.ir import Graph
 from passes.layers.cuts import crossing_nbytes, even_cuts, work
+from passes.layers.even_ranges import even_ranges
 from passes.layers.forward import forward_nodes
 
 FEWEST = 3
@@ -72,7 +72,7 @@ def in_blocks(body: Graph, n_layers: int, left_out: int = 0, also: Sequence[int]
         second = firsts.index(repeated[1])
         order[second:second] = [second] * left_out
     block_flops = np.add.reduceat(flops, np.searchsorted(nodes, firsts))[order].tolist()
-    evenly = {n: tuple(first for first, _ in even(block_flops, n)) for n in {n_layers, *also} if n <= len(order)}
+    evenly = {n: tuple(first for first, _ in even_ranges(block_flops, n)) for n in {n_layers, *also} if n <= len(order)}
     return Cuts(firsts=firsts, blocks=tuple(order), layers=evenly[n_layers], even=evenly)
 
 
