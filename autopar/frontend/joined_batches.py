@@ -92,9 +92,9 @@ def joined_batches(graph: Graph, state_pairs: StatePairs = (), named: Sequence[b
         return None
     dims = DimClasses(multiple=groups)
     top = dims.add(graph)
-    program = _Program(groups=groups, dims=dims, scopes=tuple(_scopes(graph, top)))
-    program.settle({dims.root(top.firsts[value]) for value in batch})
-    return _changes(program, 0) if program.shares else None
+    classes = _JoinedClasses(groups=groups, dims=dims, scopes=tuple(_scopes(graph, top)))
+    classes.settle({dims.root(top.firsts[value]) for value in batch})
+    return _changes(classes, 0) if classes.shares else None
 
 
 def _may_join(graph: Graph, groups: int) -> bool:
@@ -154,8 +154,8 @@ class _Restored:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Program:
-    """The orders of a program's classes of dimensions.
+class _JoinedClasses:
+    """The classes of dimensions that are joined of batches, and the order along each.
 
     `shares` are the relative sizes of the pieces that a class is joined of: (1, 3) for labelled rows and three times as
     many others. Classes that are `rejected` stay as they are written.
@@ -171,17 +171,16 @@ class _Program:
         """Finds the classes that are joined of pieces of the `batch`; anew without those that are not worth it."""
         while True:
             self.shares = {}
-            while self._grows(batch):
-                pass
+            n_known = -1
+            while len(self.shares) > n_known:  # what one pass finds may let the next find more
+                n_known = len(self.shares)
+                for scope in self.scopes:
+                    for node in scope.graph.nodes:
+                        self._add_shares(scope, node, batch)
             rejected = self._uneven() or self._not_worth()
             if not rejected:
                 return
             self.rejected |= rejected
-
-    def _grows(self, batch: set[int]) -> bool:
-        """Whether a pass over the program finds more classes that are joined of the batch, or of such classes."""
-        news = [self._learns(scope, node, batch) for scope in self.scopes for node in scope.graph.nodes]
-        return any(news)
 
     def root(self, scope: _Scope, value: int, dim: int) -> int:
         """The class of a dimension."""
@@ -204,32 +203,29 @@ class _Program:
                 orders[dim] = Order(self.groups, self.pieces(scope, value, dim) or ())
         return orders
 
-    def _learns(self, scope: _Scope, node: Node, batch: set[int]) -> bool:
-        """Whether a node says of a new class of what it is joined: the whole that it joins, or a part of several pieces
-        that it takes of another whole.
+    def _add_shares(self, scope: _Scope, node: Node, batch: set[int]) -> None:
+        """Adds the shares of the classes that a node says are joined of the batch, or of such classes.
+
+        Those are the whole that it joins, or a part of several pieces that it takes of another whole.
         """
-        is_new = False
         for whole in wholes_of(scope.graph, node, self.groups):
             if whole.is_join and len(whole.parts) > 1:
                 pieces = [self._pieces_of(scope, part) for part in whole.parts]
                 roots = {self.root(scope, part.value, part.dim) for part in whole.parts}
                 if all(pieces) and not roots.isdisjoint(batch.union(self.shares)):
                     root = self.root(scope, whole.value, whole.dim)
-                    is_new |= self._note(root, tuple(itertools.chain.from_iterable(pieces)))
+                    self._add_share(root, tuple(itertools.chain.from_iterable(pieces)))
             else:
                 for part in whole.parts:
                     pieces_there = self._pieces_at(scope, whole, part)
                     if len(pieces_there) > 1 and not any(n % part.scale for n in pieces_there):
-                        is_new |= self._note(self.root(scope, part.value, part.dim), pieces_there)
-        return is_new
+                        self._add_share(self.root(scope, part.value, part.dim), pieces_there)
 
-    def _note(self, root: int, pieces: tuple[int, ...]) -> bool:
-        """Whether it is new, and noted now, that a class is joined of pieces of these sizes."""
-        if root in self.shares or root in self.rejected:
-            return False
-        common = math.gcd(*pieces)
-        self.shares[root] = tuple(piece // common for piece in pieces)
-        return True
+    def _add_share(self, root: int, pieces: tuple[int, ...]) -> None:
+        """Adds a class that is joined of pieces of these sizes, unless it is known or rejected."""
+        if root not in self.shares and root not in self.rejected:
+            common = math.gcd(*pieces)
+            self.shares[root] = tuple(piece // common for piece in pieces)
 
     def _pieces_of(self, scope: _Scope, part: Part) -> tuple[int, ...]:
         """The sizes of the pieces that a part is joined of, in elements of its whole; none where the groups do not
@@ -319,24 +315,24 @@ class _Program:
                         yield _Restored(is_result, position, value, dim, is_sent=not is_whole)
 
 
-def _changes(program: _Program, number: int) -> Changes:
+def _changes(classes: _JoinedClasses, number: int) -> Changes:
     """The changes of the scope of this number and of the bodies in it."""
-    scope = program.scopes[number]
+    scope = classes.scopes[number]
     graph = scope.graph
     nodes: dict[int, NodeChange] = {}
     for index, node in enumerate(graph.nodes):
         sides: tuple[dict[int, dict[int, Order]], ...] = ({}, {})
-        for restored in program.restored(scope, index):
+        for restored in classes.restored(scope, index):
             if restored.is_result or not _is_same(scope, restored.value, restored.dim):
                 orders = sides[restored.is_result].setdefault(restored.position, {})
-                orders[restored.dim] = program.orders(scope, restored.value)[restored.dim]
-        in_groups = program.wholes_in_groups(scope, node)
+                orders[restored.dim] = classes.orders(scope, restored.value)[restored.dim]
+        in_groups = classes.wholes_in_groups(scope, node)
         if in_groups or any(sides):
             operands, results = sides
             nodes[index] = NodeChange(
                 along={whole.dim: len(whole.parts) for whole in in_groups},
                 is_join=any(whole.is_join for whole in in_groups),
-                groups=program.groups,
+                groups=classes.groups,
                 operands=operands,
                 results=results,
             )
@@ -344,9 +340,9 @@ def _changes(program: _Program, number: int) -> Changes:
     leaving = graph.outputs if number == 0 else ()
     return Changes(
         nodes=nodes,
-        bodies={place: _changes(program, inner) for place, inner in scope.bodies.items()},
-        values={value: orders for value in entering if (orders := program.orders(scope, value))},
-        outputs={i: orders for i, value in enumerate(leaving) if (orders := program.orders(scope, value))},
+        bodies={place: _changes(classes, inner) for place, inner in scope.bodies.items()},
+        values={value: orders for value in entering if (orders := classes.orders(scope, value))},
+        outputs={i: orders for i, value in enumerate(leaving) if (orders := classes.orders(scope, value))},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from itertools import accumulate
 
@@ -54,19 +54,29 @@ def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> 
     return sizes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """The part of a pipeline that does not depend on its stages: who planned it, and in which order they run.
+
+    Each group of devices has `chunks` stages in turn.
+    """
+
+    planner: str
+    cluster: Cluster
+    schedule: str
+    chunks: int = 1
+
+
 def pipelined(
-    name: str,
-    step: Step,
-    cluster: Cluster,
-    firsts: Sequence[int],
-    schedule: str,
-    plan_stage: Callable[[Step, int], Plan],
-    chunks: int = 1,
+    step: Step, firsts: Sequence[int], plan_stage: Callable[[Step, int], Plan], options: PipelineOptions
 ) -> PipelinePlan:
-    """The pipeline whose stages begin at body nodes `firsts`, each planned as a step of its own."""
+    """The pipeline whose stages begin at the nodes `firsts` of the loop body.
+
+    `plan_stage(part, k)` plans stage k, a step of its own.
+    """
     cut = stages.cut(step.graph, firsts, step.state_pairs)
     plans = [plan_stage(part, k) for k, part in enumerate(step.parts(cut))]
-    return assemble_pipeline(name, step, cluster, firsts, cut, plans, schedule, chunks)
+    return assemble_pipeline(step, cut, plans, options)
 
 
 def restated(plan: Plan, planned: Graph, step: Step) -> Plan:
@@ -98,21 +108,17 @@ def sources(graph: Graph) -> list[object]:
 
 
 def assemble_pipeline(
-    planner: str,
     step: Step,
-    cluster: Cluster,
-    firsts: Sequence[int],
     cut: Stages,
     plans: Sequence[Plan],
-    schedule: str,
-    chunks: int,
+    options: PipelineOptions,
     known: dict[object, StageCost] | None = None,
 ) -> PipelinePlan:
-    """The pipeline of a step in stages that begin at body nodes `firsts`, which are `cut` and have these plans.
+    """The pipeline of a step that is `cut` into stages, of which these are the plans.
 
-    The cost of each stage is added to what is `known`.
+    `known` has the costs of stages from earlier calls; those of new ones are added to it.
     """
-    graph = step.graph
+    graph, cluster = step.graph, options.cluster
     cost_by_key = {} if known is None else known
 
     def cost(part: Part, plan: Plan) -> StageCost:
@@ -128,14 +134,14 @@ def assemble_pipeline(
     plan = PipelinePlan(
         fingerprint=graph.fingerprint,
         cluster=cluster,
-        planner=planner,
-        schedule_name=schedule,
-        chunks=chunks,
+        planner=options.planner,
+        schedule_name=options.schedule,
+        chunks=options.chunks,
         microbatches=cut.microbatches,
-        firsts=tuple(firsts),
+        firsts=cut.firsts,
         stages=tuple(plans),
         costs=tuple(cost(part, plan) for part, plan in zip(cut.parts, plans, strict=True)),
-        transfers=tuple(_transfer(cluster, plans, chunks, sent, k) for k in range(len(plans) - 1)),
+        transfers=tuple(_transfer(cluster, plans, options.chunks, sent, k) for k in range(len(plans) - 1)),
         sent_nbytes=tuple(forward + backward for forward, backward in sent),
         input_names=graph.input_names,
         output_names=graph.output_names,
@@ -162,7 +168,10 @@ def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
         extract.accounted(stage, part.graph, part.state_pairs, part.donated)
         for part, stage in zip(step.parts(cut), plan.stages, strict=True)
     ]
-    return assemble_pipeline(plan.planner, step, plan.cluster, plan.firsts, cut, plans, plan.schedule_name, plan.chunks)
+    options = PipelineOptions(
+        planner=plan.planner, cluster=plan.cluster, schedule=plan.schedule_name, chunks=plan.chunks
+    )
+    return assemble_pipeline(step, cut, plans, options)
 
 
 @singledispatch

@@ -12,7 +12,7 @@ from passes.errors import InternalError
 from passes.inter_op import StageCost, is_chunked
 from passes.intra_op import pins
 from passes.pipeline import prefetch
-from passes.pipeline.assemble import assemble_pipeline, restated
+from passes.pipeline.assemble import PipelineOptions, assemble_pipeline, restated
 from passes.pipeline.draft_prices import runs_of
 from passes.pipeline.shapes import Draft, Limits
 from passes.plan import PipelinePlan, Plan
@@ -62,14 +62,13 @@ class StagePlans:
         begins = draft.table.step.firsts(step.graph, shape.begins, draft.microbatches)
         cut = stages.cut(step.graph, begins, step.state_pairs)
         parts = step.parts(cut)
+        options = PipelineOptions(planner="auto", cluster=self.cluster, schedule=draft.schedule, chunks=shape.chunks)
         plans, best = self._stages(draft, parts, {}), None
         limit = self.limits.of(shape, draft.table)
         for _ in range(1 + TIGHTENED):
             if plans is None:
                 break
-            made = assemble_pipeline(
-                "auto", step, self.cluster, begins, cut, plans, draft.schedule, shape.chunks, self._costs
-            )
+            made = assemble_pipeline(step, cut, plans, options, self._costs)
             scheduled = self._scheduled(made.of_variant(step.chosen))
             best = min((best, *scheduled) if best else scheduled, key=partial(_order, limit))
             smallest = min(scheduled, key=lambda plan: plan.peak_nbytes)

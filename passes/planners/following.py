@@ -15,7 +15,7 @@ from passes.errors import PlanMismatchError, explain
 from passes.intra_op import best, pins
 from passes.ir import Graph, TensorType
 from passes.layers import forward_nodes
-from passes.pipeline import body_of, pipelined
+from passes.pipeline import PipelineOptions, body_of, pipelined
 from passes.plan import PipelinePlan, Plan
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
 from passes.sharding import ShardingSpec
@@ -77,9 +77,13 @@ class FollowingStages:
             restrict = partial(pins.pinned, chosen=chosen)
             return best(f"stage {number}", part, [mesh], self.solver, restrict)
 
-        schedule = "interleaved" if followed.chunks > 1 else "gpipe"
-        name = f"following {followed.planner}"
-        return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, followed.chunks), step)
+        of_pipeline = PipelineOptions(
+            planner=f"following {followed.planner}",
+            cluster=cluster,
+            schedule="interleaved" if followed.chunks > 1 else "gpipe",
+            chunks=followed.chunks,
+        )
+        return Planned.of(pipelined(step, firsts, plan_stage, of_pipeline), step)
 
     def _microbatches(self, step: Step) -> int:
         """The most microbatches, up to those of the followed plan, that the stages can take.

@@ -19,7 +19,7 @@ from passes.errors import PlanMismatchError, PlanningError, explain
 from passes.intra_op import Assembly, best, layouts, named, pins, restrictions
 from passes.ir import TensorType
 from passes.layers import stage_cuts
-from passes.pipeline import body_of, check_submeshes, pipelined, recounted
+from passes.pipeline import PipelineOptions, body_of, check_submeshes, pipelined, recounted
 from passes.plan import STAGE, AnyPlan, Plan, load_plan
 from passes.planners.checks import (
     check_count,
@@ -193,7 +193,8 @@ class Megatron:
             restrict = partial(self.restriction, rows=part.rows)
             return best(f"stage {stage}", part, [mesh], self.solver, restrict)
 
-        return Planned.of(pipelined(self.name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
+        of_pipeline = PipelineOptions(planner=self.name, cluster=cluster, schedule=schedule, chunks=self.interleave)
+        return Planned.of(pipelined(step, firsts, plan_stage, of_pipeline), step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +268,8 @@ class Pipeline:
 
         schedule = checked_schedule("Pipeline", self.schedule, self.interleave)
         name = f"pipeline of {self.stages}" + (f", interleave {self.interleave}" if self.interleave > 1 else "")
-        return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
+        of_pipeline = PipelineOptions(planner=name, cluster=cluster, schedule=schedule, chunks=self.interleave)
+        return Planned.of(pipelined(step, firsts, plan_stage, of_pipeline), step)
 
 
 def _checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:

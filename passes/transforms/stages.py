@@ -44,6 +44,7 @@ def cut(graph: Graph, firsts: Sequence[int], state_pairs: StatePairs = ()) -> St
     loop = LoopDrafts(graph, tuple(firsts))
     step = StepDrafts(loop, state_pairs)
     return Stages(
+        firsts=tuple(firsts),
         parts=tuple(_part(loop, step, at) for at in range(len(firsts))),
         input_stages=step.input_stages(),
         output_stages=tuple(step.stage_of_output(v) for v in graph.outputs),
