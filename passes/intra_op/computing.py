@@ -1,7 +1,8 @@
-"""Seconds of computing under any layout, such as that of an edited plan, by the roofline that prices strategies.
+"""Seconds of computing under a given layout, which may be one that no strategy has, such as that of an edited plan.
 
-`passes/intra_op/strategies.py` prices every way of an operator group before there is a layout; here are the placements,
-as an edited plan has them, and what each operator group reads, writes and multiplies follows from those.
+`passes.intra_op.strategies` counts the flops and bytes of all strategies of an operator group at once, from the sizes
+of their pieces; here they are counted for one layout, from its placements. Both turn them into seconds by
+`roofline.group_seconds`, and `tests/passes/intra_op/test_assemblies.py` compares them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
 from passes.intra_op.rearranging import rearranging_seconds
-from passes.intra_op.roofline import local_flops, times_made
+from passes.intra_op.roofline import group_seconds, local_flops, times_made
 from passes.intra_op.stacks import copies
 from passes.ir import PHASES, Body, Control, Graph, Node, Phase, phase
 from passes.placement import Grouping, Layout, OperatorGroup, Placement
@@ -128,7 +131,7 @@ class _PlacedGraph:
     anew: frozenset[int]
 
     def seconds(self, operator_group: OperatorGroup) -> float:
-        """The larger of compute and memory time of an operator group's members together, plus one launch."""
+        """Seconds of an operator group, all its members together, by the roofline."""
         graph, device = self.graph, self.mesh.cluster.group().device
         members = sorted(operator_group.members)
         flops = rearranging = 0.0
@@ -142,9 +145,8 @@ class _PlacedGraph:
             return rearranging  # a layout, as in `passes.intra_op.strategies`
         first = graph.nodes[members[0]]
         dtype = next((graph.types[value].dtype for value in (*first.inputs, *first.outputs)), "float32")
-        computing = flops / device.matmul_flops_per_second(dtype)
-        passing = self._nbytes(operator_group, members) / device.achieved_bytes_per_second
-        return max(computing, passing) + rearranging + device.launch_seconds
+        work = np.array([flops, self._nbytes(operator_group, members), rearranging])
+        return float(group_seconds(device, dtype, *work))
 
     def _nbytes(self, operator_group: OperatorGroup, members: Sequence[int]) -> float:
         """Bytes that an operator group reads and writes: values from elsewhere each time, its own inputs once."""

@@ -9,10 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
+
 from passes.cluster import DeviceSpec, Mesh
 from passes.ir import TensorType
 from passes.memory import is_tpu
 from passes.rules import Assignment, ShardingRule
+from passes.solver import Floats
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 """Rows and columns of the tiles in which a GPU's library multiplies, with the share of the best rate that it reaches
@@ -29,6 +32,16 @@ decompositions leave alone: by data sheets 0.18 TFLOP/s on A100 and 0.2 on V100,
 SMALL = 128
 """The columns of a float32 matrix of 64 KiB, which fits into the memory of one core (96 KiB on V100, 164 on A100): of
 64 such matrices a Cholesky takes 0.13 ms on L40S, of 16 with 512 columns 0.66 (ml-explore/mlx#4262)."""
+
+
+def group_seconds(device: DeviceSpec, dtype: str, flops: Floats, nbytes: Floats, rearranging_seconds: Floats) -> Floats:
+    """Seconds of one operator group: the larger of compute and memory time, what rearranging takes, and one launch.
+
+    The arrays are the work of one device, of any shape: that of one layout, or of every strategy of the group.
+    """
+    computing = flops / device.matmul_flops_per_second(dtype)
+    passing = nbytes / device.achieved_bytes_per_second
+    return np.maximum(computing, passing) + rearranging_seconds + device.launch_seconds
 
 
 def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float:

@@ -25,7 +25,7 @@ from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice
 from passes.intra_op.group_walks import Signature, SizelessRule, Where
 from passes.intra_op.rearranging import is_ordered, rearranging_seconds
-from passes.intra_op.roofline import computed_flops, has_own_rate, local_flops, times_made
+from passes.intra_op.roofline import computed_flops, group_seconds, has_own_rate, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.intra_op.sums_in_products import summed_operand
 from passes.ir import Graph, TensorType
@@ -262,7 +262,7 @@ class _Pricing:
         return legal
 
     def _compute_seconds(self) -> Floats:
-        """Seconds of every strategy by a roofline: the larger of compute and memory time, plus one launch.
+        """Seconds of every strategy by a roofline [strategies].
 
         What only permutes dimensions, or says how they lie, is no kernel where XLA gives its neighbours such layouts.
         """
@@ -270,9 +270,7 @@ class _Pricing:
         if all(member.rule.is_layout for member in self.members):
             return rearranging
         device = self.tabulator.mesh.cluster.group().device
-        rate = device.matmul_flops_per_second(self._dtype())
-        spent = np.maximum(self._flops() / rate, self._nbytes() / device.achieved_bytes_per_second)
-        return spent + rearranging + device.launch_seconds
+        return group_seconds(device, self._dtype(), self._flops(), self._nbytes(), rearranging)
 
     def _rearranging_seconds(self) -> Floats:
         mesh, total = self.tabulator.mesh, np.zeros(len(self.space.axis_choices))

@@ -1,54 +1,37 @@
 """The drafts of a step: pipelines that are worth planning, by the prices of their blocks.
 
 They are the best partition by prices, and even stages on equal submeshes, as they are made by hand, in the numbers of
-microbatches near to the best. Of a large step, which is priced on a sample or has more than `LARGE_NODES` operators,
-fewer numbers of microbatches are looked at, and slower drafts kept.
+microbatches near to the best. Of a large step (`passes.pipeline.draft_space.LARGE_NODES`), fewer numbers of
+microbatches are looked at, and slower drafts kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
 
-from passes.cluster import Cluster, Mesh
-from passes.errors import OverBudgetError, PlanningError
+from passes.cluster import Cluster
+from passes.errors import OverBudgetError
 from passes.inter_op import Candidate, Partition, Submesh, is_chunked, partitions, splits_backward, submeshes
-from passes.intra_op import pins, restrictions
-from passes.ir import Graph
-from passes.pipeline.assemble import body_of
+from passes.pipeline.draft_space import DraftSpace
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.prefetch import price_layers
-from passes.pipeline.samples import ANCHORS, anchors, near, sampled
+from passes.pipeline.samples import ANCHORS, anchors, near
 from passes.pipeline.shapes import Draft, Limits, Shape, by_hand, drafted, first_of_each, shape_of
-from passes.pipeline.stage_table import LEAST_GAIN, StageCostTable
+from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample
 from passes.progress import SearchContext
-from passes.step import Step
 
 RIVAL = 1.1
 """A step without stages is planned where its price is above that of the stages by no more than this factor: prices are
 not plans. This and the limits below were halved and doubled for one deep pipeline, whose plan and work stay the same;
 `python -m benchmarks.settings --only pipeline.drafting --network "gpt stages"` would move them."""
 
-NEAR_BEST = 1.1
-"""Drafts are planned whose price is above the best by less than this factor, as long as plans are no better than it. A
-large step is drafted again for less memory where its best plan takes more than this factor of the fastest draft. What
-was measured is at `RIVAL`."""
-
 SLACK = 1.1
 """Drafts may fit that need more than there is by less than this factor: prices are not plans. For a deep pipeline that
 hardly fits, 1.05 and 1.2 find the same, in 1.00 and 1.14 of the work (`python -m benchmarks.settings`)."""
-
-MOST_PLANNED_NODES = 6_000
-"""Drafts are planned, after the first that fits, while they have no more operators than this in all: a bound on
-the time of planning (`python -m benchmarks.planning cases`). What was measured is at `RIVAL`."""
-
-LARGE_NODES = MOST_PLANNED_NODES // 2
-"""The operators of a step above which it is large: one draft of it is planned, as two would have more than
-`MOST_PLANNED_NODES`."""
 
 MOST_UNFIT = 4
 """The drafts that are planned where no other plan fits, those that need least; and those of a large step in one turn.
@@ -57,25 +40,34 @@ Each takes as long as a plan that fits."""
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """The drafts of a `step`: pipelines by the prices of a `table`, in the numbers of microbatches of its `samples`.
+    """The drafts that are worth planning: pipelines by the prices of their blocks, of those in a `space`.
 
-    Samples are of its variants for so many `stages`, whose loops over layers are chunked; `samples` grows as others are
-    asked for. Pipelines have a number of stages that is in `counts`, any if that is empty. No device may need more than
-    the `limits`. A sample of one microbatch prices the step without stages, too.
+    The number of stages is one of `counts`, or any if that is empty. No device may need more than the `limits`. Where
+    there is a sample of one microbatch, the step without stages is priced as well.
     """
 
-    step: Step
-    stages: int
-    cluster: Cluster
-    samples: dict[int, Sample]
-    schedules: Sequence[str]
+    space: DraftSpace
     limits: Limits
-    table: StageCostTable
     counts: Sequence[int] = ()
-    _megatron_tables: dict[tuple[int, int], StageCostTable] = field(
-        default_factory=dict[tuple[int, int], StageCostTable]
-    )
-    _refused_counts: set[int] = field(default_factory=set[int])
+
+    @property
+    def table(self) -> StageCostTable:
+        """The prices of stages."""
+        return self.space.table
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.space.table.cluster
+
+    @property
+    def samples(self) -> Mapping[int, Sample]:
+        """The sample of the step in each number of microbatches that it was written in."""
+        return self.space.samples
+
+    @property
+    def is_large(self) -> bool:
+        """Whether few drafts are planned, as each takes long."""
+        return self.space.is_large
 
     @property
     def layers(self) -> int:
@@ -84,18 +76,7 @@ class Drafting:
 
     def search(self, limits: Limits, cutoff: float, slack: float, unfit: Set[object] = frozenset()) -> DraftSearch:
         """A search for drafts that keep the `limits` by their prices; plans of the keys in `unfit` need more."""
-        return DraftSearch(
-            table=self.table,
-            schedules=self.schedules,
-            limits=limits,
-            slack=slack,
-            limit_seconds=cutoff,
-            reach=1.0 if self.is_large else NEAR_BEST,
-            least_gain=LEAST_GAIN if self.is_large else 0.0,
-            has=self._has,
-            megatron_table=self._megatron_table,
-            unfit=unfit,
-        )
+        return DraftSearch(space=self.space, limits=limits, slack=slack, limit_seconds=cutoff, unfit=unfit)
 
     def draft(self, search: DraftSearch, context: SearchContext) -> None:
         """Adds all that is worth planning to the search, and the partition that is the best by its prices if it may be.
@@ -159,7 +140,7 @@ class Drafting:
             choices=submeshes(self.cluster, every=False),
             n_stages=[n for n in range(2, self.layers + 1) if not self.counts or n in self.counts],
             idle=False,
-            schedules=_unsplit(self.schedules),
+            schedules=_unsplit(self.space.schedules),
             microbatches=self._partition_counts(search),
             memory_limit=search.limits.searched,
             dispatch_seconds=device.dispatch_seconds,
@@ -171,7 +152,7 @@ class Drafting:
                 self.table,
                 lower_bound=self.table.bounds.of_layers,
                 prefetch=partial(price_layers, self.table),
-                context=replace(context, cutoff=self._whole_seconds(search.cutoff / (1 + search.least_gain))),
+                context=replace(context, cutoff=self._whole_seconds(search.cutoff / (1 + search.space.least_gain))),
             )
         except OverBudgetError:
             return None
@@ -182,7 +163,7 @@ class Drafting:
         """
         counts = {fastest.microbatches} if (fastest := search.fastest) else set[int]()
         if not counts or not self.is_large:
-            counts |= {n for n in anchors(self.step.counts) if n in self.samples}
+            counts |= {n for n in anchors(self.space.step.counts) if n in self.samples}
         return tuple(sorted(counts)) or (1,)
 
     @property
@@ -202,9 +183,8 @@ class Drafting:
     def _near(self, base: int) -> list[int]:
         """Numbers of microbatches near to that, and those sampled; of a step that is not large, all are."""
         sampled_counts = [n for n in self.samples if n > 1] or [1]
-        return [
-            n for n in dict.fromkeys((*sampled_counts, *near(self.step.counts, base))) if self.is_large or self._has(n)
-        ]
+        counts = dict.fromkeys((*sampled_counts, *near(self.space.step.counts, base)))
+        return [n for n in counts if self.is_large or self.space.has(n)]
 
     def worth(self, search: DraftSearch) -> list[Draft]:
         """The drafts that may be the best and may fit: first what fits, the fastest first.
@@ -216,43 +196,6 @@ class Drafting:
             draft for draft in search.drafts if draft.seconds < most and draft.excess(search.limits) <= search.slack
         ]
         return first_of_each(sorted(ours, key=lambda draft: (draft.excess(search.limits) > 1, draft.seconds)))
-
-    def _megatron_table(self, size: int, tensor: int) -> StageCostTable:
-        """The prices of blocks on submeshes of this size, their weights cut over so many devices."""
-        if (size, tensor) not in self._megatron_tables:
-            meshes, data = self.table.bounds.meshes_of(size), size // tensor
-            sizes = tuple(n for n in (data, tensor) if n > 1)
-            mine = Mesh(axes=("x", "y")[: len(sizes)], sizes=sizes, cluster=self.cluster)
-            mesh = next((mesh for mesh in meshes if mesh.sizes == sizes), pins.without(mine, meshes[0].forbidden))
-            along = restrictions.Along(mesh.axes[0] if data > 1 else "", mesh.axes[-1] if tensor > 1 else "")
-            block_costs = self.table.block_costs.restricted(along)
-            self._megatron_tables[size, tensor] = self.table.restricted(block_costs, lambda _: [mesh])
-        return self._megatron_tables[size, tensor]
-
-    def _has(self, count: int) -> bool:
-        """Whether the step can be had in so many microbatches, and cut as it is in others."""
-        if count in self.samples or count in self._refused_counts:
-            return count in self.samples
-        sample = sampled(self.step, self.stages, count)
-        if sample is None or not self._is_cut_alike(count, sample):
-            self._refused_counts.add(count)
-        return count in self.samples
-
-    def _is_cut_alike(self, count: int, sample: Sample) -> bool:
-        """Whether a sample in so many microbatches has as many blocks as others, which it is added to then."""
-        n_blocks = len(self.table.step.cuts(next(iter(self.samples))).blocks)
-        self.samples[count] = sample
-        with suppress(PlanningError):
-            if len(self.table.step.cuts(count).blocks) == n_blocks:
-                return True
-        del self.samples[count]
-        return False
-
-    @property
-    def is_large(self) -> bool:
-        """Whether a step is so large that few drafts are planned, and each number of microbatches takes its time."""
-        sample = next(iter(self.samples.values()))
-        return sample.left_out > 0 or size(sample.graph) > LARGE_NODES
 
 
 def _unsplit(schedules: Sequence[str]) -> Sequence[str]:
@@ -268,8 +211,3 @@ def _everything(cluster: Cluster) -> Submesh:
     """All devices of a cluster as one submesh."""
     group = cluster.group()
     return Submesh(hosts=group.hosts, devices_per_host=group.devices_per_host)
-
-
-def size(graph: Graph) -> int:
-    """The operators of a step in microbatches: of what is done once, and of its loop."""
-    return len(graph.nodes) + len(body_of(graph).nodes)

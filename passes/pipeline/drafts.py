@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from passes.inter_op import NamedSchedule, StageCost, is_chunked, splits_backward
@@ -20,6 +20,7 @@ from passes.pipeline.draft_prices import (
     runs_of,
     transfers_of,
 )
+from passes.pipeline.draft_space import DraftSpace
 from passes.pipeline.shapes import Draft, Limits, Shape, by_hand
 from passes.pipeline.stage_bytes import least_bytes, partly_priced
 from passes.pipeline.stage_table import StageCostTable
@@ -27,25 +28,19 @@ from passes.pipeline.stage_table import StageCostTable
 
 @dataclass(slots=True, kw_only=True)
 class DraftSearch:
-    """The `drafts` of a search, each with the seconds that it takes by its prices.
+    """The `drafts` of a search over a `space`, each with its seconds by the prices of its blocks.
 
-    `best` is what the fastest of them takes that keeps its one of the `limits` of a device, and is of no key in
-    `unfit`, whose plans do not; none is priced that takes `reach` times that or more, or `limit_seconds`, nor what is
-    seen before to need more than `slack` times its limit or to gain no more than the share `least_gain`. `has` makes a
-    sample in so many microbatches, and says whether there is one; `megatron_table(n, tensor)` has Megatron's prices on
-    n devices of which so many cut the weights. What is left out for the bytes that it needs takes `least_refused`
-    seconds or more.
+    A draft fits if it needs at most its one of the `limits` of a device; `best` is the seconds of the fastest that
+    fits, those left out whose key is in `unfit`, as their plans do not. Not priced is what must take the space's
+    `reach` times the best or more, or `limit_seconds`; what must need more than `slack` times its limit; and what
+    cannot save the space's `least_gain`. `least_refused` is the least seconds that those can take which were left out
+    for the bytes that they need.
     """
 
-    table: StageCostTable
-    schedules: Sequence[str]
+    space: DraftSpace
     limits: Limits
     slack: float
     limit_seconds: float
-    reach: float
-    least_gain: float
-    has: Callable[[int], bool]
-    megatron_table: Callable[[int, int], StageCostTable]
     unfit: Set[object] = frozenset()
     best: float = math.inf
     least_refused: float = math.inf
@@ -53,9 +48,19 @@ class DraftSearch:
     _seen: set[object] = field(default_factory=set[object])
 
     @property
+    def table(self) -> StageCostTable:
+        """The prices of stages."""
+        return self.space.table
+
+    @property
+    def schedules(self) -> Sequence[str]:
+        """The schedules that pipelines may have."""
+        return self.space.schedules
+
+    @property
     def cutoff(self) -> float:
         """Seconds that a draft must stay below."""
-        return min(self.reach * self.best, self.limit_seconds)
+        return min(self.space.reach * self.best, self.limit_seconds)
 
     @property
     def fastest(self) -> Draft | None:
@@ -82,14 +87,14 @@ class DraftSearch:
                     self._seen.add((shape, count, names))
                     queue.append((self._bound(shape, count, names), len(queue), shape, count, names))
         heapq.heapify(queue)
-        while queue and (1 + self.least_gain) * queue[0][0] < self.cutoff:
+        while queue and (1 + self.space.least_gain) * queue[0][0] < self.cutoff:
             bound, number, shape, count, names = heapq.heappop(queue)
             most = self.most_nbytes(shape)
             fitting = tuple(name for name in names if self.least_nbytes(shape, count, name) <= most)
             likely = self._expected_to_fit(shape, self.table, count, fitting)
             if len(likely) < len(names):
                 self.least_refused = min(self.least_refused, bound)
-            if not (likely or any(self._megatron_tables(shape, count, fitting))) or not self.has(count):
+            if not (likely or any(self._megatron_tables(shape, count, fitting))) or not self.space.has(count):
                 continue
             least = self._bound(shape, count, names)
             if queue and least > queue[0][0] and least > bound:
@@ -130,7 +135,7 @@ class DraftSearch:
         known = _known(self.table, count)
         for tensor in (parts for parts in range(size, 0, -1) if size % parts == 0):
             if _most_state_nbytes(shape, self.table, known, tensor) <= self.limits.of(shape, self.table):
-                table = self.megatron_table(size, tensor)
+                table = self.space.megatron_table(size, tensor)
                 if likely := self._expected_to_fit(shape, table, count, names):
                     yield table, likely
 

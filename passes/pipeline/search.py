@@ -17,7 +17,9 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError
 from passes.intra_op import pins
 from passes.pipeline.block_costs import BlockCosts
-from passes.pipeline.drafting import MOST_PLANNED_NODES, MOST_UNFIT, NEAR_BEST, SLACK, Drafting, size
+from passes.pipeline.block_solver import BlockSolver
+from passes.pipeline.draft_space import MOST_PLANNED_NODES, NEAR_BEST, DraftSpace, size
+from passes.pipeline.drafting import MOST_UNFIT, SLACK, Drafting
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.shapes import Draft, Limits, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
@@ -72,7 +74,7 @@ class StagedSearch:
     _unfit: set[object] = field(default_factory=set[object])
 
     def __post_init__(self) -> None:
-        self.block_costs = BlockCosts(options=self.solver, restrict=self.pinned)
+        self.block_costs = BlockCosts(BlockSolver(options=self.solver, restrict=self.pinned))
         also = sorted({groups * chunks for groups, chunks in evenly(self.cluster.n_devices)})
         self.table = StageCostTable(
             step=StepBlocks(samples=self.samples, n_layers=self.layers, also=also),
@@ -81,16 +83,10 @@ class StagedSearch:
             block_costs=self.block_costs,
             on_price=self._report_price,
         )
-        self.drafting = Drafting(
-            step=self.step,
-            stages=self.stages,
-            cluster=self.cluster,
-            samples=self.samples,
-            schedules=self.schedules,
-            limits=self.limits,
-            table=self.table,
-            counts=self.counts,
+        space = DraftSpace(
+            step=self.step, stages=self.stages, samples=self.samples, schedules=self.schedules, table=self.table
         )
+        self.drafting = Drafting(space=space, limits=self.limits, counts=self.counts)
         self.plans = StagePlans(
             step=self.step,
             stages=self.stages,
