@@ -52,26 +52,32 @@ we know of no publication that times it, so every device of the table has this u
 class DeviceSpec:
     """One accelerator, each number with its `source`.
 
-    `flops_per_second` maps dtype names to the dense matrix-product peak; `matmul_efficiency` is the share of it that
-    large products reach; each of a product's three extents e (rows, columns, inner) slows it by 1 + `half_extent` / e
-    (0: not at all). With so many `cores`, products are cut into tiles that they take in waves instead, and each tile
-    begins and ends in the time of `half_inner` steps along the inner dimension. What computes little reaches
-    `memory_efficiency` of `memory_bytes_per_second`. `launch_seconds` is the floor of one fused kernel. Arrays are put
-    into another order at `strided_bytes_per_second` (0: at no cost): by a transpose, by products whose batch dimensions
-    lie behind others, by convolutions whose channels do not come last, and by a collective that cuts or joins another
-    dimension than the leading one, of its larger side. Products side by side of which each is a call, as those whose
-    left operand has its rows last are on CPUs, take `product_seconds` each beyond what they compute. Convolutions
-    compute at `convolution_efficiency` times the rate of products, and where they are products of patches that are put
-    together first, each pixel of each patch takes `pixel_seconds`. Arrays come from and go to the host's memory at
-    `host_bytes_per_second`, by default what PCI Express 3 x16 gives: no accelerator of the table has a slower link. 0
-    says that there is no way. A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the
-    device where it is idle; an array sent to the next stage takes `send_seconds` more than its bytes, and the sender
-    computes during the part `send_overlap` of that. Of what collectives take that gather weights ahead of their use, or
-    reduce gradients while the backward pass goes on, the part `collective_overlap` is hidden behind computing. The
-    compiler combines those of gradients in buckets of `bucket_nbytes` (0: each is sent by itself). Where it
-    `fuses_attention`, the scores of attention exist inside one kernel alone, forward and backward; where it `unrolls`,
-    loops copy no slices, as layers written out do not: some software has these properties, XLA neither. `widened` maps
-    dtypes that the device's compiler has no arithmetic for to those in which it does it instead.
+    Products: `flops_per_second` maps dtype names to the dense matrix-product peak, of which large products reach the
+    share `matmul_efficiency`. Each extent e of a product (rows, columns, inner) slows it by the factor 1 +
+    `half_extent` / e; 0 means not at all. Where `cores` are given, products are instead cut into tiles that the cores
+    take in waves, and each tile begins and ends in the time of `half_inner` steps along the inner dimension.
+    Convolutions compute at `convolution_efficiency` times the rate of products. `widened` maps dtypes for which the
+    compiler has no arithmetic to those in which it computes instead.
+
+    Memory: operators that compute little reach the share `memory_efficiency` of `memory_bytes_per_second`, and one
+    fused kernel takes at least `launch_seconds`. Elements are put into another order at `strided_bytes_per_second` (0:
+    at no cost): by transposes, by products whose batch dimensions come after others, by convolutions whose channels do
+    not come last, and by collectives that cut or join another dimension than the first, for their larger side. Where
+    batched products are one call each, as on CPUs for a left operand with its rows last, each takes `product_seconds`
+    more. Where a convolution is a product of patches, each pixel of each patch takes `pixel_seconds`.
+
+    Host: arrays go to and from the host's memory at `host_bytes_per_second`, by default what PCI Express 3 x16 gives,
+    the slowest such link of the table; 0 means that there is no way.
+
+    Pipelines: the host takes `dispatch_seconds` to start the task of a stage, which delays a device that is idle. An
+    array sent to the next stage takes `send_seconds` beside its bytes, and the sender computes during the share
+    `send_overlap` of the transfer.
+
+    Compiler: of the collectives that gather weights ahead of their use, or reduce gradients during the backward pass,
+    the share `collective_overlap` is hidden behind computing. Reductions of gradients are combined in buckets of
+    `bucket_nbytes` (0: each is sent by itself). With `fuses_attention` the scores of attention exist inside one kernel
+    alone, forward and backward; with `unrolls` loops copy no slices, as if layers were written out. Some software has
+    these two properties; XLA has neither.
     """
 
     name: str
@@ -112,10 +118,11 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds that a kind of collective was seen to take among `ranks` devices of a host, while all groups talk.
+    """Seconds that one kind of collective was measured to take among `ranks` devices of a host, while all such groups
+    of the host communicate.
 
-    Bytes are those of the larger side of one device's buffer, as in `collectives.seconds`. Of several for one kind and
-    number of ranks the slowest counts: long messages may leave caches behind that short ones keep to.
+    `nbytes` is the larger side of one device's buffer, as for `collectives.seconds`. Of several measurements for one
+    kind and number of ranks the slowest counts: long messages may leave caches that short ones stay in.
     """
 
     kind: str
@@ -126,11 +133,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """`hosts` equal machines of `devices_per_host` devices.
+    """`hosts` equal machines with `devices_per_host` devices each.
 
-    `intra` is all links of a device to the others on its host, `wiring` which devices they join; `inter` is one host's
-    link to the network, shared by its devices, of so many `adapters`: a device has one, or a part of one. Where
-    collectives in the host were `measured`, that counts and `intra` does not.
+    `intra` is all links of a device to the others on its host, and `wiring` says which devices they join. `inter` is
+    the link of one host to the network, which its devices share over the host's `adapters`: a device uses one of them,
+    or a part of one. Collectives that were `measured` inside a host take the measured seconds, whatever `intra` is.
     """
 
     hosts: int
@@ -143,11 +150,13 @@ class HostGroup:
     measured: tuple[Measured, ...] = ()
 
     def adapted(self, devices: int) -> float:
-        """The part of a host's link that so many of its devices reach over their adapters, of which there is one."""
+        """The part of a host's network link that some of its devices reach over their adapters: at least one adapter's."""
         return min(1.0, max(1, devices * self.adapters // self.devices_per_host) / self.adapters)
 
     def with_devices(self, per_host: int) -> HostGroup:
-        """The hosts with so many devices each: some of these keep their part of the adapters and of what they reach."""
+        """The same hosts with another number of devices each; fewer devices keep their part of the adapters and of the
+        link.
+        """
         adapters = max(1, self.adapters * min(per_host, self.devices_per_host) // self.devices_per_host)
         inter = replace(self.inter, bytes_per_second=self.inter.bytes_per_second * adapters / self.adapters)
         return replace(self, devices_per_host=per_host, adapters=adapters, inter=inter)
@@ -158,7 +167,7 @@ class HostGroup:
 
 
 MOST_DEVICES = 2**20
-"""The most devices of a cluster: planning lists them one by one, in 0.7 s so many."""
+"""The most devices of a cluster: planning lists them one by one, which takes 0.7 s for this many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +217,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fields:
-    """The fields of one JSON object, read by name and kind; `where` is its place in the cluster."""
+    """Typed access to the fields of one JSON object; `where` is its place in the cluster, for error messages."""
 
     data: Mapping[str, object]
     where: str
@@ -308,7 +317,7 @@ def _group_json(group: HostGroup) -> dict[str, object]:
 
 
 def _usual(name: str) -> object:
-    """The value of a device's field where nothing is said."""
+    """The default value of a device's field."""
     device_field = next(field for field in fields(DeviceSpec) if field.name == name)
     return device_field.default if device_field.default_factory is MISSING else device_field.default_factory()
 
@@ -380,7 +389,7 @@ def _device(read: _Fields) -> DeviceSpec:
 
 
 def _texts(parent: _Fields, name: str) -> dict[str, str]:
-    """A field that maps names to names; nothing where it is not there."""
+    """The value of a field that maps names to names; empty where the field is missing."""
     if not isinstance(named := parent.data.get(name, {}), dict):
         raise parent.wrong(name, "should be an object", 'write {"bfloat16": "float32"}')
     keys = tuple(cast(Mapping[str, object], named))

@@ -24,12 +24,13 @@ Entry = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostArrays:
-    """Costs of stages [choices, layers, layers + 1] and boundaries [cuts, choices, choices, offsets]; infinite: none.
+    """Costs of stages [choices, layers, layers + 1] and of boundaries [cuts, choices, choices, offsets]; infinite where
+    there is none.
 
     In the words of `passes.inter_op.partitions`, `forward` is F of a stage, `chain` c, `busy` t and `finish` f;
-    `onward` and `back` are the transfers at a boundary, `there_and_back` both of them, h. `period` is busy + finish /
+    `onward` and `back` are the transfers at a boundary, and `there_and_back` their sum, h. `period` is busy + finish /
     microbatches. `max_in_flight` is the number of microbatches in flight that fit, below 1 where none does;
-    `base_nbytes` are needed without any, `in_flight_nbytes` by each, also where they do not fit.
+    `base_nbytes` are the bytes without any, `in_flight_nbytes` those of each, also where they do not fit.
     """
 
     candidates: Mapping[Entry, Candidate]
@@ -109,16 +110,18 @@ def tabulate(
 
 
 def _can(candidate: Candidate, split: bool) -> bool:
-    """Whether a candidate has costs for its backward, whole or split."""
+    """Whether a candidate has the seconds of both halves of its backward, where it is to be `split`."""
     return not split or None not in (candidate.input_gradient_seconds, candidate.weight_gradient_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The search for one number of microbatches and schedules that treat the backward alike (all split it, or none).
+    """The costs and bounds of partitions in one number of microbatches, under schedules that all split the backward or
+    all do not.
 
-    `after_chain` and `after_forward` [choices, cuts, offsets] are least (2) and (3) of what comes after a stage of that
-    choice before a cut, for any number of stages; `least_seconds` and `least_period`, of everything.
+    `after_chain` and `after_forward` [choices, cuts, offsets] are the least that (2) and (3) can come to for the stages
+    after a cut, given the choice before it, for any number of stages. `least_seconds` and `least_period` are those of a
+    whole step.
     """
 
     microbatches: int
@@ -139,10 +142,10 @@ class Problem:
         return in_flight_counts(schedule, n_stages, self.microbatches)
 
     def schedule_groups(self, capacities: Floats) -> dict[tuple[float, ...], dict[int, list[str]]]:
-        """The schedules by number of stages, grouped so that one dynamic program serves each group.
+        """Capacities -> number of stages -> schedules; one dynamic program serves all schedules of a group.
 
-        The room is that of a stage with none to come, one to come, ..., rounded up to one of `capacities`, if there
-        is one.
+        Capacities are the microbatches in flight of a stage with 0, 1, ... stages after it, each rounded up to one of
+        the given `capacities`, if there is one.
         """
         profiles: list[tuple[tuple[float, ...], str]] = []
         for n_stages in reversed(self.numbers):
@@ -180,7 +183,7 @@ def with_bounds(
 
 
 def entries(n_layers: int, places: Places, numbers: Sequence[int]) -> Iterator[Entry]:
-    """The entries of the table that some partition into one of these `numbers` of stages may use."""
+    """The entries of the table that some partition into one of these `numbers` of stages may have."""
     smallest = min(choice.n_devices for choice in places.choices)
     most_stages, fewest_stages = max(numbers, default=0), min(numbers, default=0)
     for index, choice in enumerate(places.choices):
@@ -208,9 +211,11 @@ def boundary_seconds(n_layers: int, places: Places, table: StageTable, microbatc
 
 
 def _relax(local: Floats, latency: Floats, hops: Floats, places: Places) -> tuple[Floats, float]:
-    """The least over all stages to come, of the greatest `latency` and `hops` up to a stage plus its `local` cost.
+    """(least seconds after each cut [choices, cuts, offsets], least seconds of a whole step): lower bounds for any
+    number of stages.
 
-    After a cut: from the end of a stage of that choice before it [choices, cuts, offsets].
+    The seconds of a partition are the greatest, over its stages, of the `latency` and `hops` before a stage plus its
+    `local` cost.
     """
     n_choices, n_layers, _ = local.shape
     remaining = np.full((n_choices, n_layers + 1, len(places.final)), math.inf)
@@ -232,7 +237,7 @@ FORMULAS = frozenset(("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1"))
 
 @cache
 def in_flight_counts(schedule: str, n_stages: int, microbatches: int) -> tuple[int, ...]:
-    """The number of microbatches in flight on each stage [stages], by formula where there is one."""
+    """The number of microbatches in flight on each stage [stages], by a formula for the schedules of `FORMULAS`."""
     remaining = range(n_stages, 0, -1)
     match schedule:
         case "gpipe":

@@ -26,13 +26,15 @@ from passes.inter_op.schedule_registry import build
 from passes.inter_op.simulator import Timeline, Transfer, simulate
 
 STEP = 1.1
-"""Periods within this factor share one lower bound of the step: a bound takes a dynamic program of its own, and is
-lower by at most this factor. It changes the work, never the answer's proof."""
+"""Periods within this factor share one lower bound of the step: each bound takes a dynamic program of its own, and is
+lower by at most this factor. It changes the work, never what is proven.
+"""
 
 EPSILON = 0.02
 """The share by which neighbouring periods differ in the search by period: what is found is at most that far from the
-least of (1). Simulated, it may be further from the best of one schedule; the `bound` of the result says how far at
-most. `python -m benchmarks.settings` shows what half and double of it find."""
+least of (1). The best of the simulation may be further away; the `bound` of the result says how far at most. `python -m
+benchmarks.settings` shows what half and double of it find.
+"""
 
 CLOSE = 1 - 1e-12
 """The factor below which seconds count as better: bounds and simulations add in different orders."""
@@ -57,8 +59,9 @@ class Incumbent:
     expanded: int = 0
 
     def consider(self, problem: Problem, schedule: str, stages: tuple[Entry, ...]) -> None:
-        """Simulates a partition unless it is known, does not fit in memory, or bounds (2) and (3) show it to be no
-        better.
+        """Simulates a partition, and keeps it if it is the fastest so far.
+
+        Skips one that is known, that does not fit in memory, or that bounds (2) and (3) show to be no better.
         """
         key = (problem.microbatches, schedule, stages)
         counts = problem.counts(schedule, len(stages))
@@ -113,7 +116,9 @@ class Incumbent:
 
 
 def _hops(places: Places, stages: Sequence[Entry]) -> list[tuple[int, int, int, int]]:
-    """Every boundary of a partition: its cut, sender, receiver, and the offset where the sender ends."""
+    """Every boundary of a partition, as an index of boundary arrays: its cut, sender, receiver, and the offset where
+    the sender ends.
+    """
     hops: list[tuple[int, int, int, int]] = []
     offset = 0
     for (sender, *_), (receiver, first, _) in pairwise(stages):
@@ -123,7 +128,7 @@ def _hops(places: Places, stages: Sequence[Entry]) -> list[tuple[int, int, int, 
 
 
 def _least(problem: Problem, places: Places, stages: Sequence[Entry]) -> float:
-    """The lower bounds (2) and (3) of a partition, the greater of them."""
+    """The greater of the lower bounds (2) and (3) of a partition, in seconds."""
     costs, m = problem.costs, problem.microbatches
     chain = forward = bound = 0.0
     for hop, entry in zip((None, *_hops(places, stages)), stages, strict=True):
