@@ -103,7 +103,7 @@ def seconds(kind: Kind, nbytes: float | Floats, group: Group) -> float | Floats:
 
 
 def bucket_share(kind: Kind, nbytes: Floats, group: Group, bucket_nbytes: float) -> Floats:
-    """The share of a full bucket's seconds that each of these arrays takes; infinite where the device has no buckets."""
+    """The share of a full bucket's seconds that each of these arrays takes; infinite on a device without buckets."""
     if not bucket_nbytes:
         return np.full(nbytes.shape, np.inf)
     return nbytes / bucket_nbytes * seconds(kind, bucket_nbytes, group)
@@ -119,7 +119,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """One of NCCL's protocols: the time to start, and the factors by which it changes a link's latency and bandwidth."""
+    """One of NCCL's protocols: the time to start, and factors for the latency and bandwidth of a link."""
 
     start_seconds: float
     latency: float

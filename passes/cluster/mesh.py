@@ -92,7 +92,7 @@ class Mesh:
 
 @lru_cache(maxsize=4096)
 def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
-    """The slowest of the groups along `axes`: groups need not lie on hosts alike, and the mesh waits for the slowest."""
+    """The slowest of the groups along `axes`: groups need not lie on hosts alike, and the mesh waits for that one."""
     hosts = mesh.cluster.group()
     ranks = math.prod(mesh.axis_size(axis) for axis in axes)
     last = range(-len(axes), 0)
@@ -112,7 +112,7 @@ def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
 
 
 def _across(hosts: HostGroup, spans: Sequence[Counter[int]]) -> float:
-    """Bytes per second that each group gets of a host's network link, given the members of each crossing group by host."""
+    """Bytes per second that each group gets of a host's network link, given its members in each host."""
     whole = hosts.inter.bytes_per_second
     if not spans:
         return whole

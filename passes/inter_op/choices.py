@@ -195,7 +195,7 @@ class Places:
 
 
 def place(whole: Submesh, choices: Sequence[Submesh], idle: bool) -> Places:
-    """The places of `choices` in `whole`, each as far in front as possible. Raises PlanningError where there are none."""
+    """The places of `choices` in `whole`, each as far in front as possible. Raises PlanningError where none fits."""
     host = whole.devices_per_host
     for choice in choices:
         if choice.devices_per_host > host or (choice.hosts > 1 and choice.devices_per_host < host):

@@ -61,7 +61,7 @@ class TaskNumbers:
         )
 
     def in_flight(self, each: Sequence[int]) -> list[int]:
-        """The most that is in flight on each group [groups], as `schedules.in_flight` computes it with `each` [stages]."""
+        """The most in flight on each group [groups], as `schedules.in_flight` computes it with `each` [stages]."""
         nbytes = np.array(each, dtype=np.int64)
         pairs = zip(self.stages, self.live, strict=True)
         return [max(0, int(np.cumsum(nbytes[stages] * live).max())) for stages, live in pairs]
@@ -119,7 +119,7 @@ class NamedSchedule:
     chunks: int = 1
 
     def in_flight(self, each: Sequence[int]) -> list[int]:
-        """The most that is in flight on each group [groups], as `schedules.in_flight` computes it with `each` [stages]."""
+        """The most in flight on each group [groups], as `schedules.in_flight` computes it with `each` [stages]."""
         if self.chunks == 1 and self.name in FORMULAS:
             counts = in_flight_counts(self.name, self.n_stages, self.microbatches)
             return [count * size for count, size in zip(counts, each, strict=True)]
@@ -149,7 +149,7 @@ class NamedSchedule:
 
 @lru_cache(_KEPT)
 def _built(builder: Builder, name: str, stages: int, microbatches: int, chunks: int) -> TaskNumbers:
-    """The tasks of a schedule as numbers; `builder` is the function registered under the name, part of the cache's key."""
+    """The tasks of a schedule as numbers; `builder` is the function under that name, and part of the cache's key."""
     del builder
     return TaskNumbers.of(build(name, stages, microbatches, chunks))
 
