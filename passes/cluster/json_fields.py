@@ -18,7 +18,7 @@ class Fields:
 
     @classmethod
     def of(cls, data: object, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> Self:
-        """The fields of `data`. Raises ClusterError unless it has all that are needed, and no others but optional ones."""
+        """The fields of `data`. Raises ClusterError unless it has all that are needed, and no unknown ones."""
         names = needed + optional
         known_fields = f"its fields are {', '.join(names)}"
         if not isinstance(data, dict):
