@@ -33,7 +33,10 @@ def body_of(graph: Graph) -> Graph:
 
 
 def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-    """The devices of each stage. Raises PlanningError unless they fit the cluster, warns of devices that are left."""
+    """The number of devices of each stage; warns of devices that no stage has.
+
+    Raises PlanningError where these do not fit the cluster.
+    """
     call = f"Pipeline(stages={stages!r}" + (f", submeshes={tuple(submeshes)!r})" if submeshes else ")")
     if submeshes and len(submeshes) != stages:
         rule = "there is one submesh for each stage, of one device or more"
@@ -80,7 +83,7 @@ def pipelined(
 
 
 def restated(plan: Plan, planned: Graph, step: Step) -> Plan:
-    """The plan of a stage, `planned`, for a `step` of the same fingerprint, whose operators and arrays it names."""
+    """The plan of a stage, `planned`, for a `step` of the same fingerprint, with the step's own operators and names."""
     graph = step.graph
     named = replace(
         plan,
@@ -176,7 +179,7 @@ def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
 
 @singledispatch
 def layered(plan: AnyPlan, step: Step) -> AnyPlan:
-    """The plan with what each layer of the model costs."""
+    """The plan with the cost of each layer of the model."""
     raise InternalError(f"the layers of a {type(plan).__name__} are not known")
 
 
@@ -198,7 +201,7 @@ def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
 
 
 def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
-    """The cost of a stage by its plan, with the bytes that it needs besides what lies there."""
+    """The cost of a stage by its plan, with the bytes that it needs besides arguments and what microbatches keep."""
     cost = layout_cost(part, plan.layout, plan.mesh, plan.phases)
     return replace(
         cost,
@@ -209,7 +212,9 @@ def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
 
 
 def layout_cost(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float]) -> StageCost:
-    """Seconds of one microbatch's tasks and of the update; bytes of what a microbatch keeps, and of what stays."""
+    """The cost of a stage by a layout: seconds of one microbatch's tasks and of the update, and bytes that stay or are
+    kept.
+    """
     length = part.scan.length
     backward = seconds.get("backward", 0.0) / length
     share = computing.weight_gradient_share(
@@ -227,12 +232,12 @@ def layout_cost(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, fl
 
 
 def _sent(part: Part) -> frozenset[int]:
-    """The values of the body that other stages get."""
+    """The values of the body that are sent to other stages."""
     return frozenset(inner for value, inner in part.boundary_values.items() if value in part.graph.outputs)
 
 
 def saved_values(part: Part) -> frozenset[int]:
-    """The values of the body that a microbatch's forward keeps for its backward, what it received included."""
+    """The values of the body that the forward of a microbatch keeps for its backward, received ones included."""
     body = part.body
     boundary_values = set(part.boundary_values.values()) & set(body.inputs)
     for index in part.forward:
@@ -243,7 +248,7 @@ def saved_values(part: Part) -> frozenset[int]:
 
 
 def _kept_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
-    """Bytes of one device that a microbatch's forward keeps for its backward, what it received included."""
+    """Bytes of one device that the forward of a microbatch keeps for its backward, received values included."""
     body, inside = part.body, layout.placements[part.loop].bodies[0]
     specs = dict(zip(body.inputs, inside.inputs, strict=True))
     for index in part.forward:
@@ -262,7 +267,7 @@ def _persistent_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
 
 
 def sent_nbytes(part: Part) -> tuple[int, int]:
-    """Bytes that a stage sends on with each microbatch, and back."""
+    """Bytes that a stage sends to the next stage, and to the one before, with each microbatch."""
     onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
     sent = [(v, inner) for v, inner in part.boundary_values.items() if v in part.graph.outputs]
     forward = sum(part.body.types[inner].nbytes for _, inner in sent if inner in onward)
@@ -273,7 +278,7 @@ def sent_nbytes(part: Part) -> tuple[int, int]:
 def _transfer(
     cluster: Cluster, plans: Sequence[Plan], chunks: int, sent: Sequence[tuple[int, int]], stage: int
 ) -> Transfer:
-    """Seconds between a stage and the next."""
+    """Seconds of a microbatch between a stage and the next, forward and backward."""
     hosts, groups = cluster.group(), len(plans) // chunks
     ends = [0, *accumulate(plan.mesh.size for plan in plans[:groups])]
     senders, receivers = (range(ends[k % groups], ends[k % groups + 1]) for k in (stage, stage + 1))

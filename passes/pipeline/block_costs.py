@@ -1,7 +1,7 @@
-"""The costs of blocks of a step as stages on meshes, each found once.
+"""The costs of a step's blocks as stages on meshes, each found once.
 
-Blocks that are equal but for names are of one kind and have one cost. Where only a bound of a cost is known, that it
-is too high, the bound is kept.
+Blocks that are equal but for names are of one kind, and have one cost. Of a cost that was seen to be too high, only a
+lower bound is known, which is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from passes.plan import Plan
 
 
 class PriceRequest(NamedTuple):
-    """A block to be priced on a mesh; from the period `cutoff` in seconds on, its price is of no use."""
+    """A block to be priced on a mesh; a price with a period of `cutoff` seconds or more is of no use."""
 
     block: Block
     mesh: Mesh
@@ -31,9 +31,10 @@ class PriceRequest(NamedTuple):
 
 @dataclass(slots=True)
 class BlockCosts:
-    """The costs ("prices") of blocks on meshes that the `solver` finds, and bounds on those that are not known.
+    """The costs ("prices") of blocks on meshes that the `solver` finds, and lower bounds on those that are not known.
 
-    Costs under a further `restriction` know those without it as their `whole`, whose worker processes do their work.
+    The costs under a further `restriction` have those without it as their `whole`, whose worker processes do their
+    work.
     """
 
     solver: BlockSolver
@@ -48,7 +49,7 @@ class BlockCosts:
     )
 
     def restricted(self, restriction: restrictions.Restriction) -> BlockCosts:
-        """The costs of blocks whose placements meet a restriction, too; each restriction has its own."""
+        """The costs of blocks whose placements must meet a restriction, too; each restriction has one such object."""
         if restriction not in self._restricted:
             self._restricted[restriction] = BlockCosts(self.solver.restricted(restriction), self, restriction)
         return self._restricted[restriction]
@@ -70,22 +71,22 @@ class BlockCosts:
 
     @property
     def solved(self) -> int:
-        """The number of prices, those included of which only a bound is known since they are too high."""
+        """The number of prices, including those of which only a lower bound is known."""
         return len(self._prices.keys() | self._bounds.keys())
 
     def is_known(self, block: Block, mesh: Mesh) -> bool:
         return (block.kind, mesh) in self._prices
 
     def price(self, block: Block, mesh: Mesh, cutoff: float = math.inf) -> StageCost | None:
-        """The cost of a block on a mesh as a stage of its own; None if it cannot be there.
+        """The cost of a block on a mesh as a stage of its own; None if the block cannot be there.
 
-        None as well as soon as it is seen that its period is no less than `cutoff` seconds.
+        None as well where its period is seen to be `cutoff` seconds or more.
         """
         self.price_all([PriceRequest(block, mesh, cutoff)])
         return self._prices.get((block.kind, mesh))
 
     def price_all(self, requests: Sequence[PriceRequest]) -> None:
-        """Finds the prices that are not known yet, each as `price` does, sharing the work."""
+        """Finds the requested prices that are not known yet, each as `price` does, sharing the work."""
         missing = self.missing(requests)
         self.n_prices += len(missing)
         # Whoever does it, the first block of a kind is priced: others may have their operators in another order.
@@ -106,9 +107,9 @@ class BlockCosts:
         return list(missing.values())
 
     def lower_bound(self, block: Block, mesh: Mesh) -> tuple[float, float]:
-        """The least seconds of a microbatch, forward and backward, and the least period; exact for a known price.
+        """(least seconds of a microbatch, forward and backward; least period); exact for a known price.
 
-        Halving microbatches saves nothing: a step takes no less time than in fewer of them.
+        Smaller microbatches save nothing: a step takes no less time than in fewer of them.
         """
         if self.is_known(block, mesh):
             if (cost := self._prices[block.kind, mesh]) is None:
@@ -119,20 +120,20 @@ class BlockCosts:
         return least, max(least, step / block.part.scan.length)
 
     def least(self, block: Block, cluster: Cluster, n_devices: int) -> tuple[float, float]:
-        """Seconds of a microbatch and bytes of one device that prices on so many devices do not go below.
+        """Lower bounds on the price of a block on `n_devices`: seconds of a microbatch, and bytes of one device.
 
-        The seconds are those of one device, shared: moves come on top, and cutting saves no work but for one product in
-        twenty, which fills the multiprocessors of a GPU better once it is cut, and takes 2 to 16 % less.
+        The seconds are those of one device, divided: collectives come on top, and cutting saves no work but for one
+        product in twenty, which fills the multiprocessors of a GPU better once it is cut, and takes 2 to 16 % less.
         """
         seconds = self.solver.one_device_seconds(block, cluster)
         return seconds / n_devices, self.solver.kind(block).nbytes / n_devices
 
     def state_nbytes(self, block: Block, parts: int) -> int:
-        """The least bytes of one device of a block's weights and their optimizer's state, cut over so many devices."""
+        """The least bytes on one device of a block's weights and their optimizer's state, cut into `parts`."""
         return self.solver.kind(block).state_nbytes(parts)
 
     def kept_nbytes(self, block: Block) -> int:
-        """Bytes that the forward of a microbatch keeps for its backward, all devices together and no copies."""
+        """Bytes that the forward of a microbatch keeps for its backward, on all devices together and without copies."""
         return self.solver.kind(block).kept_nbytes
 
     def plans(self, tasks: Sequence[Task]) -> list[Plan | None]:

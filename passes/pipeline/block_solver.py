@@ -1,8 +1,8 @@
-"""The cost of one block of a step as a stage on a mesh, without a plan, for searches that compare very many.
+"""The cost of a block as a stage on a mesh without a plan, for searches that compare thousands of them.
 
 A cost is that of the first relaxation of the placement problem, rounded and improved by coordinate descent, and is not
-improved until the bound is met: costs are compared with each other, and the stages that are chosen by them are planned
-anew. Problems on one mesh share the seconds of reshardings, and blocks of one kind their operator groups.
+improved until the bound is met: costs are compared with each other, and the stages chosen by them are planned anew.
+Problems on one mesh share the seconds of reshardings, and blocks of one kind their operator groups.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ to the gap that is asked for. `python -m benchmarks.planning --pipeline` shows w
 class BlockSolver:
     """The solver of blocks on meshes: the cost of a block as a stage, and the plan of a stage, each found anew.
 
-    With `restrict`, placements are those that a planner by hand makes; a block that it refuses cannot be there. Worker
-    processes have copies, which begin with no work done.
+    With `restrict`, placements are those of a hand-made plan; a block that it refuses cannot be there. Worker processes
+    have copies, which begin with no work done.
     """
 
     options: SolverOptions
@@ -56,7 +56,7 @@ class BlockSolver:
         return partial(type(self), options=self.options, restrict=self.restrict), ()
 
     def restricted(self, restriction: restrictions.Restriction) -> BlockSolver:
-        """The solver of blocks whose placements meet a restriction, too; it shares what all placements have in common.
+        """The solver for placements that meet a restriction, too, which shares all that does not depend on it.
 
         Each restriction has one.
         """
@@ -69,7 +69,7 @@ class BlockSolver:
         return self._restricted[restriction]
 
     def under(self, restriction: restrictions.Restriction, method: str, *task: Any) -> Any:
-        """The result of a method of the solver that is `restricted` so: calls to a worker's copy go by names."""
+        """The result of a method of the solver that is `restricted` so; calls to a worker's copy go by name."""
         return getattr(self.restricted(restriction), method)(*task)
 
     def kind(self, block: Block) -> KindOfBlock:
@@ -92,10 +92,10 @@ class BlockSolver:
         return self._one_device_seconds[key]
 
     def cost(self, block: Block, mesh: Mesh, cutoff: float) -> tuple[StageCost | None, float]:
-        """The cost of a block on a mesh, and a lower bound in seconds on a step of it.
+        """(cost of a block on a mesh, lower bound in seconds on a step of it).
 
-        The cost is None as soon as it is seen that its period is `cutoff` seconds or more, and where the block cannot
-        be there; the bound is infinite then.
+        The cost is None where its period is seen to be `cutoff` seconds or more. Where the block cannot be on the mesh,
+        it is None, too, and the bound is infinite.
         """
         refused = PlanningError if self.restrict else NoLegalPlanError
         try:
@@ -106,9 +106,10 @@ class BlockSolver:
     def plan(
         self, name: str, step: Step, meshes: Sequence[Mesh], options: SolverOptions, most_nbytes: float = math.inf
     ) -> Plan | None:
-        """The cheapest plan of a step over the meshes that needs at most so many bytes, None if none is found.
+        """The cheapest plan of a step over the meshes that needs at most `most_nbytes` on a device; None if none is
+        found.
 
-        The seconds of reshardings that prices have found are not found again.
+        It uses the seconds of reshardings that prices have found.
         """
         try:
             return best(name, step, meshes, options, self.restrict, resharders=self.resharders, most_nbytes=most_nbytes)
@@ -147,7 +148,9 @@ class BlockSolver:
 def _price(
     block: Block, layout: Layout, resharder: Resharder, reshardings: ReshardingPlan, seconds: Mapping[str, float]
 ) -> StageCost:
-    """The cost of a layout, with the copies that the loop reads in place of weights that lie elsewhere."""
+    """The cost of a layout, with the copies that the loop reads in place of weights with another placement outside of
+    it.
+    """
     cost = layout_cost(block.part, layout, resharder.mesh, _with_onward_moves(block, reshardings, resharder, seconds))
     copies = entering(block.part, layout, resharder.mesh)
     return replace(cost, persistent_nbytes=cost.persistent_nbytes + copies)
@@ -156,9 +159,9 @@ def _price(
 def _with_onward_moves(
     block: Block, reshardings: ReshardingPlan, resharder: Resharder, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Seconds by phase, with the reshardings of a block's results for the next block in the phase that they belong to.
+    """Seconds by phase, where reshardings of a block's results for the next block count in the phase of the result.
 
-    They stand at the end of the block's program, for all microbatches at once, and are due in each of them.
+    They stand at the end of the block's program, but run in every microbatch.
     """
     part, by_phase = block.part, dict(seconds)
     chained = {part.graph.outputs[output] for output, _ in block.chain}

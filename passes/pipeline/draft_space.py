@@ -17,9 +17,10 @@ from passes.pipeline.step_blocks import Sample
 from passes.step import Step
 
 NEAR_BEST = 1.1
-"""Drafts are planned whose price is above the best by less than this factor, as long as plans are no better than it. A
-large step is drafted again for less memory where its best plan takes more than this factor of the fastest draft. What
-was measured is at `passes.pipeline.drafting.RIVAL`."""
+"""Drafts are planned whose price is within this factor of the best price, as long as no plan is better than the price.
+A large step is drafted again for less memory where its best plan takes more than this factor of the fastest draft. What
+was measured is at `passes.pipeline.drafting.RIVAL`.
+"""
 
 MOST_PLANNED_NODES = 6_000
 """Drafts are planned, after the first that fits, while they have no more operators than this in all: a bound on
@@ -87,7 +88,7 @@ class DraftSpace:
         return count in self.samples
 
     def _is_cut_alike(self, count: int, sample: Sample) -> bool:
-        """Whether a sample in so many microbatches has as many blocks as others, which it is added to then."""
+        """Whether a sample has as many blocks as others; if so, it is the one of `count` microbatches now."""
         n_blocks = len(self.table.step.cuts(next(iter(self.samples))).blocks)
         self.samples[count] = sample
         with suppress(PlanningError):
@@ -98,5 +99,5 @@ class DraftSpace:
 
 
 def size(graph: Graph) -> int:
-    """The operators of a step in microbatches: of what is done once, and of its loop."""
+    """The number of operators of a step in microbatches: those outside its loop, and those of the loop's body."""
     return len(graph.nodes) + len(body_of(graph).nodes)

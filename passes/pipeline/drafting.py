@@ -1,7 +1,7 @@
-"""The drafts of a step: pipelines that are worth planning, by the prices of their blocks.
+"""The choice of drafts: pipelines that are worth planning, by the prices of their blocks.
 
-They are the best partition by prices, and even stages on equal submeshes, as they are made by hand, in the numbers of
-microbatches near to the best. Of a large step (`passes.pipeline.draft_space.LARGE_NODES`), fewer numbers of
+They are the best partition by prices, and even stages on equal submeshes, as hand-made pipelines have them, in numbers
+of microbatches near the best one. For a large step (`passes.pipeline.draft_space.LARGE_NODES`), fewer numbers of
 microbatches are looked at, and slower drafts kept.
 """
 
@@ -30,17 +30,19 @@ not plans. This and the limits below were halved and doubled for one deep pipeli
 `python -m benchmarks.settings --only pipeline.drafting --network "gpt stages"` would move them."""
 
 SLACK = 1.1
-"""Drafts may fit that need more than there is by less than this factor: prices are not plans. For a deep pipeline that
-hardly fits, 1.05 and 1.2 find the same, in 1.00 and 1.14 of the work (`python -m benchmarks.settings`)."""
+"""The factor of the limit up to which a draft may need by its prices and its plan may still fit. For a deep pipeline
+that hardly fits, 1.05 and 1.2 find the same, in 1.00 and 1.14 of the work (`python -m benchmarks.settings`).
+"""
 
 MOST_UNFIT = 4
-"""The drafts that are planned where no other plan fits, those that need least; and those of a large step in one turn.
-Each takes as long as a plan that fits."""
+"""The most drafts that are planned where no plan fits, those of least memory; and the most of a large step in one
+round. Each takes as long as a plan that fits.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Drafting:
-    """The drafts that are worth planning: pipelines by the prices of their blocks, of those in a `space`.
+    """The choice of the drafts of a `space` that are worth planning.
 
     The number of stages is one of `counts`, or any if that is empty. No device may need more than the `limits`. Where
     there is a sample of one microbatch, the step without stages is priced as well.
@@ -75,15 +77,17 @@ class Drafting:
         return self.table.step.n_layers
 
     def search(self, limits: Limits, cutoff: float, slack: float, unfit: Set[object] = frozenset()) -> DraftSearch:
-        """A search for drafts that keep the `limits` by their prices; plans of the keys in `unfit` need more."""
+        """A search for drafts that keep the `limits` by their prices; the plans of those with keys in `unfit`
+        do not.
+        """
         return DraftSearch(space=self.space, limits=limits, slack=slack, limit_seconds=cutoff, unfit=unfit)
 
     def draft(self, search: DraftSearch, context: SearchContext) -> None:
-        """Adds all that is worth planning to the search, and the partition that is the best by its prices if it may be.
+        """Adds to the search all drafts that are worth planning, and the best partition by prices.
 
-        Pipelines by hand come first, of a large step also near the best of them, since what they take bounds the
-        partition; then its stages in numbers of microbatches near to its own; what does not fit is tried with the
-        weights of every submesh cut as Megatron does. Raises the interruption that ended the search for a partition.
+        Hand-made pipelines come first, as their seconds bound the partition; for a large step also those near the best
+        of them. Then come the partition's stages in nearby numbers of microbatches; what does not fit is tried with the
+        weights of every submesh cut as by Megatron. Raises the interruption that ended the search for a partition.
         """
         is_tight = self.is_large and search.is_tight(self.cluster.n_devices)
         self._by_hand(search, self._anchor, *([max(self._near(self._anchor))] if is_tight else []))
@@ -100,29 +104,33 @@ class Drafting:
         self._by_hand(search, base)
 
     def _best_count(self, search: DraftSearch) -> int:
-        """The microbatches of the fastest draft that fits, or the most that are sampled."""
+        """The number of microbatches of the fastest draft that fits, or the largest one with a sample."""
         return fastest.microbatches if (fastest := search.fastest) else max(self.samples)
 
     def of_least_memory(self) -> list[Draft]:
-        """Drafts by hand that are not said to fit, those first that need least."""
+        """Hand-made drafts that are not expected to fit, those of least memory first."""
         search = self.search(self.limits, math.inf, math.inf)
         self._by_hand(search, self._anchor, max(self.samples))
         unfit = [draft for draft in search.drafts if draft.excess(self.limits) > SLACK]
         return first_of_each(sorted(unfit, key=lambda draft: draft.peak_nbytes))[:MOST_UNFIT]
 
     def rivals(self, seconds: float) -> bool:
-        """Whether the step without stages, in one form or another, may take hardly longer than that by its prices."""
+        """Whether a variant of the step without stages may take at most `RIVAL` times these seconds, by its price."""
         return any(self._whole(count, RIVAL * seconds / count) is not None for count in self.samples)
 
     def _whole_seconds(self, cutoff: float) -> float:
-        """Seconds that stages must stay below to be better than none, by the price of the whole step, or the cutoff."""
+        """Seconds that a pipeline must stay below to be of use: by the price of the step without stages, or
+        the cutoff.
+        """
         if 1 not in self.samples or self.counts:
             return cutoff
         stage = self._whole(1, cutoff / RIVAL)
         return cutoff if stage is None else RIVAL * stage.period(1)
 
     def _whole(self, count: int, cutoff: float) -> Candidate | None:
-        """The step without stages by its price; None where a microbatch takes `cutoff` seconds or it does not fit."""
+        """The cost of the step without stages; None where a microbatch takes `cutoff` seconds or more, or it does not
+        fit.
+        """
         everything = _everything(self.cluster)
         state_nbytes = self.table.bounds.of_layers(0, self.layers, everything, count).nbytes
         end = len(self.table.step.cuts(count).blocks)
@@ -132,7 +140,7 @@ class Drafting:
         return stage if stage is not None and stage.needed_nbytes(1) <= self.limits.by_hand else None
 
     def _partition(self, search: DraftSearch, context: SearchContext) -> Partition | None:
-        """The stages that take least by their prices and keep the limit, if any may be better than drafts so far."""
+        """The best partition by prices that keeps the limit; None where none can be better than the drafts so far."""
         device = self.cluster.group().device
         space = partitions.Space(
             n_layers=self.layers,
@@ -158,8 +166,8 @@ class Drafting:
             return None
 
     def _partition_counts(self, search: DraftSearch) -> tuple[int, ...]:
-        """The numbers of microbatches in which stages are searched: the one that is best for pipelines by hand and,
-        unless the step is large, the first ones.
+        """The numbers of microbatches in which partitions are searched: that of the best hand-made pipeline and, unless
+        the step is large, those that a search begins with.
         """
         counts = {fastest.microbatches} if (fastest := search.fastest) else set[int]()
         if not counts or not self.is_large:
@@ -168,11 +176,11 @@ class Drafting:
 
     @property
     def _anchor(self) -> int:
-        """The number of microbatches near to which pipelines by hand are tried first."""
+        """The number of microbatches near which hand-made pipelines are tried first."""
         return ANCHORS[-1] if self.is_large else ANCHORS[1]
 
     def _by_hand(self, search: DraftSearch, *bases: int) -> None:
-        """Adds even stages in numbers of microbatches near to those, and in those that there are."""
+        """Adds even stages in the numbers of microbatches near these, and in those that have samples."""
         shapes: list[tuple[Shape, int]] = []
         for n in dict.fromkeys(n for base in bases for n in self._near(base)):
             known = n if n in self.samples else next(iter(self.samples))
@@ -181,15 +189,18 @@ class Drafting:
         search.add(shapes)
 
     def _near(self, base: int) -> list[int]:
-        """Numbers of microbatches near to that, and those sampled; of a step that is not large, all are."""
+        """The numbers of microbatches near `base`, and those with samples.
+
+        Samples of the others are made, unless the step is large.
+        """
         sampled_counts = [n for n in self.samples if n > 1] or [1]
         counts = dict.fromkeys((*sampled_counts, *near(self.space.step.counts, base)))
         return [n for n in counts if self.is_large or self.space.has(n)]
 
     def worth(self, search: DraftSearch) -> list[Draft]:
-        """The drafts that may be the best and may fit: first what fits, the fastest first.
+        """The drafts that may have the best plan and may fit: those that fit first, then the fastest.
 
-        Of a large step those that are slower come after the first, for where its plan does not fit after all.
+        For a large step slower ones are among them, for where the plan of the first does not fit after all.
         """
         most = math.inf if self.is_large else search.cutoff
         ours = [
@@ -199,9 +210,9 @@ class Drafting:
 
 
 def _unsplit(schedules: Sequence[str]) -> Sequence[str]:
-    """The schedules in which a partition is searched, those with a whole backward if there are any.
+    """The schedules in which a partition is searched: those with a whole backward, if there are any.
 
-    Those that split it are for drafts: they ask for the same stages, and bounds for them are weak.
+    Schedules that split it would find the same stages, and have weak bounds; drafts are priced under them.
     """
     single = [name for name in schedules if not is_chunked(name)]
     return [name for name in single if not splits_backward(name)] or single or ("1f1b",)
