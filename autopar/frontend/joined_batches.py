@@ -29,13 +29,14 @@ from passes.rules import ShardingRule, rules_of
 WORTH = 2
 """The bytes joined or taken apart in groups that there must be for every byte put into another order, chosen.
 
-Either moves most of its rows between devices. What saves less than twice as much as it moves is left as it is written:
-the saving is not sure, as other dimensions may be cut."""
+Either moves most of its rows between devices. What saves less than twice what it moves is left as it is written: the
+saving is not sure, as other dimensions may be sharded.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of elements along a dimension that is joined of pieces of these `sizes`: in so many `groups`, each with
+    """The order of elements along a dimension that is joined of pieces of these `sizes`: in `groups` groups, each with
     its share of every piece. Two groups of (4, 2) are a0 a1 b0 | a2 a3 b1.
     """
 
@@ -49,11 +50,11 @@ Orders = Mapping[int, Order]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChange:
-    """The change of one node: it joins batches in so many `groups` (`is_join`), or takes them apart, `along` these
+    """The change of one node: it joins batches in `groups` groups (`is_join`), or takes them apart, `along` these
     dimensions, each with the number of its parts.
 
-    The values at these positions among its `operands`, which are in groups, are put into the program's order before;
-    `results` come in that, and are put into groups after.
+    The values at these positions among its `operands` are in groups, and are put into the program's order first;
+    `results` are in the program's order, and are put into groups afterwards.
     """
 
     along: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -83,8 +84,10 @@ class Changes:
 
 
 def joined_batches(graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()) -> Changes | None:
-    """The changes after which joined batches are in groups; None where no batches are joined, or too many bytes would
-    be put into another order. `named` says which inputs the user calls the batch, as for `batch_inputs`.
+    """The changes after which joined batches are in groups; None if no batches are joined, or if too many bytes would
+    be put into another order.
+
+    `named` says which inputs the user calls the batch, as for `batch_inputs`.
     """
     batch = [graph.inputs[i] for i in batch_inputs(graph, state_pairs, named)]
     groups = math.gcd(*(graph.types[value].shape[0] for value in batch)) if batch else 1
@@ -98,7 +101,7 @@ def joined_batches(graph: Graph, state_pairs: StatePairs = (), named: Sequence[b
 
 
 def _may_join(graph: Graph, groups: int) -> bool:
-    """Whether a program joins several arrays along a dimension of which each has a multiple of so many elements."""
+    """Whether a program joins several arrays along a dimension of which each has a multiple of `groups` elements."""
     for node in graph.nodes:
         for whole in wholes_of(graph, node, groups):
             if (
@@ -112,9 +115,10 @@ def _may_join(graph: Graph, groups: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """The program or a body in it: its graph with the numbers of its dimensions, which runs so many `times` a step.
+    """The program or a body in it: its graph with the numbers of its dimensions; it runs `times` times a step.
 
-    `bodies` are the positions, among all scopes, of those of its loops and branches, by (node, number of the body).
+    `bodies` are the positions, among all scopes, of the bodies of its loops and branches, by (node, number of the
+    body).
     """
 
     graph: Graph
@@ -141,9 +145,9 @@ def _scopes(graph: Graph, numbering: Numbering, times: int = 1, number: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class _Restored:
-    """A dimension of a value in groups that a node, at this operand or result, has in the program's order.
+    """A dimension of a value in groups that a node needs in the program's order, at this operand or result.
 
-    To change the order sends rows between devices (`is_sent`) unless each of them has all.
+    Changing the order sends rows between devices (`is_sent`) unless each device has all of them.
     """
 
     is_result: bool
@@ -347,6 +351,6 @@ def _changes(classes: _JoinedClasses, number: int) -> Changes:
 
 
 def _is_same(scope: _Scope, value: int, dim: int) -> bool:
-    """Whether all elements of a value along a dimension are the same, so that it has them in any order."""
+    """Whether all elements of a value along a dimension are equal, so that their order does not matter."""
     maker = scope.graph.producers.get(value)
     return maker is not None and scope.rules[maker].repeats(dim)
