@@ -1,9 +1,9 @@
 """Joins and positions: how nodes join arrays and take them apart, and along which factors the index of an element
 matters.
 
-z = concatenate([x, y]) Whole(z, 0, is_join=True, parts=(Part(x, 0, begin=0, ...), Part(y, 0, begin=len(x), ...))) x =
-slice(z, 0, 4) Whole(z, 0, is_join=False, parts=(Part(x, 0, begin=0, extent=4),)) z = reshape(x, (2 * 8, 3)) for x of
-(2, 8, 3): two parts of 8, the second dimension of x for each element of its first
+z = concatenate([x, y])      Whole(z, 0, is_join=True, parts=(Part(x, 0, begin=0, ...), Part(y, 0, begin=len(x), ...)))
+x = slice(z, 0, 4)           Whole(z, 0, is_join=False, parts=(Part(x, 0, begin=0, extent=4),))
+z = reshape(x, (2 * 8, 3))   for x of (2, 8, 3): two parts of 8, the second dimension of x for each element of its first
 """
 
 from __future__ import annotations

@@ -57,9 +57,10 @@ class Copy:
 class TransferPlan:
     """The transfer of an array of one type from `source` to `target`.
 
-    alias it is there already put shard by shard: the i-th devices of both have the same part reshard the same devices
-    in the same order, which exchange their shards by collectives tiles everything else: first the tiles, then copies of
-    what they make
+    alias     it is there already
+    put       shard by shard: the i-th devices of both have the same part
+    reshard   the same devices in the same order, which exchange their shards by collectives
+    tiles     everything else: first the tiles, then copies of what they make
 
     A put lists its tiles too, one whole shard each.
     """
