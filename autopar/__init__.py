@@ -1,4 +1,4 @@
-"""An ordinary JAX train step, planned for many devices and run."""
+"""autopar plans an ordinary JAX train step for many devices, and runs it by the plan: see `parallelize`."""
 
 from autopar import distributed, extensions
 from autopar.api import ParallelFunction, parallelize

@@ -1,6 +1,6 @@
 """`@parallelize`: an ordinary JAX function, planned for many devices at its first call and run by that plan.
 
-The meaning of a function and of every option is `jax.jit`'s.
+The function means what it means under `jax.jit`, and so do the options that both have.
 """
 
 from __future__ import annotations
@@ -88,29 +88,30 @@ def parallelize(
 ) -> Any:
     """`fun` as a ParallelFunction; without `fun`, a decorator that makes one.
 
-    `cluster` is what to plan for, by description (`"8x8:a100-80g"`) or value; by default the `devices`, which are by
-    default all of JAX's. `planner` chooses, `Auto()` by default. The batch is what looks like one, or what
-    `batch_argnums` and `batch_argnames` name: arguments, or parts of them (`"data['images']"`). It is computed in
-    `microbatches` that add up to the same step; an operator that couples them (batch normalisation) is an
-    error, unless `microbatch_semantics` is `"independent"`: then each takes its own statistics, and results are
-    averaged.
+    `cluster` is what to plan for, by description (`"8x8:a100-80g"`) or as a value; by default it is made of the
+    `devices`, which are by default all of JAX's. `planner` chooses the plan, `Auto()` by default. The batch is what
+    looks like one, or what `batch_argnums` and `batch_argnames` name: arguments, or parts of them (`"data['images']"`).
+    It is computed in `microbatches` whose results add up to those of the whole batch; an operator that couples
+    microbatches (batch normalisation) is an error, unless `microbatch_semantics` is `"independent"`: then each takes
+    its own statistics, and results are averaged.
 
-    No device may need more than `memory_limit` (bytes, or in words, `"12 GiB"`), by default the device's memory less a
-    reserve. Where the step does not fit as it is, `Auto` cuts its state further, computes in more microbatches or lets
-    layers compute again what they do not keep, whichever is cheapest. `remat` decides the latter instead: what each
-    layer keeps for the backward pass, `"everything"`, `"matmuls"` (what products with weights make) or `"inputs"`, one
-    word for all layers or one for each. Plans are kept in the folder `cache` and found there the next time; by default
-    they are not. `calibration` is a file in which reports were kept, or what is read of it: plans are made for devices
-    slower by as much as steps took longer than predicted; by default they are not. `progress` is called with an
-    `autopar.Progress` at each step of a search; by default what takes more than two seconds shows a bar where stderr is
-    a terminal, with False nothing does. A line for each phase goes to the logger `autopar`.
+    No device may need more than `memory_limit` (bytes, or text such as `"12 GiB"`), by default the device's memory less
+    a reserve. Where the step does not fit as it is, `Auto` shards its state further, computes in more microbatches or
+    lets layers recompute what they do not keep, whichever is cheapest. `remat` decides the latter instead: what each
+    layer keeps for the backward pass, `"everything"`, `"matmuls"` (results of products with weights) or `"inputs"`, as
+    one word for all layers or one for each. Plans are kept in the folder `cache` and found there the next time; by
+    default they are not. `calibration` is a file of earlier reports, or their contents: devices are then planned with
+    as many times their predicted seconds as steps took in these reports; by default they are not. `progress` is called
+    with an `autopar.Progress` at each step of a search; by default a search of more than two seconds shows a progress
+    bar if stderr is a terminal, and False turns that off. A line for each phase goes to the logger `autopar`.
 
-    The other options are `jax.jit`'s: what `in_shardings` and `out_shardings` place stays there, and the rest is
-    planned around it. Arrays that come placed are moved to where the plan reads them, with a warning, unless `placed`
-    is `"keep"`: then it is planned around them as well. `follow` is a parallel function with a plan, whose state this
-    one takes as it lies, stages included: an evaluation follows a train step.
+    The other options are `jax.jit`'s: arrays that `in_shardings` and `out_shardings` place stay there, and the rest is
+    planned around them. Arguments that arrive in other shardings are moved to where the plan reads them, with a
+    warning, unless `placed` is `"keep"`: then the plan takes them as they are. `follow` is a parallel function that has
+    a plan: this function takes its state as that plan places it, stages included, as an evaluation does after a train
+    step.
 
-    Raises ClusterError for a description that cannot be read, ArgumentError for what is no planner or no devices.
+    Raises ClusterError for a description that cannot be read, ArgumentError for a planner or devices that are none.
     """
     options = {name: value for name, value in locals().items() if name != "fun"}
     jit = {name: value for name in JIT if (value := options.pop(name)) is not None}
@@ -121,8 +122,8 @@ def parallelize(
 class ParallelFunction(Generic[Params, Result]):
     """A function that plans itself for a cluster; made by `parallelize`.
 
-    It is traced, planned and lowered once for each pytree, set of types, static values and configuration of JAX that it
-    meets, as `jax.jit` does, and run from then on.
+    As under `jax.jit`, it is traced, planned and lowered once for each combination of pytree, types, static values and
+    configuration of JAX, and then run.
     """
 
     def __init__(self, fun: Callable[Params, Result], jit: Mapping[str, Any], settings: Settings) -> None:
@@ -162,11 +163,11 @@ class ParallelFunction(Generic[Params, Result]):
         return self if instance is None else MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
-        """The program of `fun(*args, **kwargs)` as it was planned; before that, as planners are given it."""
+        """The program of `fun(*args, **kwargs)` as it was planned; before planning, as it is given to planners."""
         return self.compilations.of(args, kwargs).now()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The types of the results of `fun(*args, **kwargs)`, as `jax.ShapeDtypeStruct`s, without a plan."""
+        """The types of the results of `fun(*args, **kwargs)` as `jax.ShapeDtypeStruct`s; nothing is planned."""
         dynamic, _ = self.signature.split(args, kwargs)
         if not modules.EQUINOX.is_in(dynamic):
             return jax.jit(self._fun, **self._jit).eval_shape(*args, **kwargs)
@@ -174,11 +175,11 @@ class ParallelFunction(Generic[Params, Result]):
         return modules.with_leaves(jax.jit(modules.EQUINOX.pure(self._fun), **self._jit).eval_shape(*args, **kwargs))
 
     def clear_cache(self) -> None:
-        """Forgets all that was traced, planned and compiled; plans that are kept in files stay there."""
+        """Forgets all traces, plans and compiled programs; plans that are kept in files stay there."""
         self.compilations.clear()
 
     def step(self, *args: Any, **kwargs: Any) -> TracedStep:
-        """The step `fun(*args, **kwargs)` as planners are given it: `planner.plan(step, cluster)` plans it."""
+        """The step `fun(*args, **kwargs)` as it is given to planners: `planner.plan(step, cluster)` plans it."""
         return self.compilations.of(args, kwargs).step()
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
@@ -190,18 +191,18 @@ class ParallelFunction(Generic[Params, Result]):
             return self.compilations.of(args, kwargs).plan()
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """The program of `fun(*args, **kwargs)` for the plan's devices, a `Lowered`; of a pipeline, a
+        """The program of `fun(*args, **kwargs)` for the plan's devices: a `Lowered`, for a pipeline a
         `LoweredPipeline`.
 
-        The devices must be here, or be described by `autopar.topology`. `.compile()` comes next.
+        The devices must be present, or be described by `autopar.topology`. `.compile()` comes next.
         """
         return self.compilations.lower(args, kwargs)
 
     def placement(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """The pair (args, kwargs) without static arguments, as `jax.ShapeDtypeStruct`s in the shardings in which
-        `fun(*args, **kwargs)` will read them: what `Checkpoints.restore` takes.
+        """The pair (args, kwargs), without static arguments, as `jax.ShapeDtypeStruct`s with the shardings in which
+        `fun(*args, **kwargs)` reads them.
 
-        Of a batch it is the sharding of its rows.
+        This is what `Checkpoints.restore` takes. A batch has the sharding of its rows.
         """
         dynamic, _ = self.signature.split(args, kwargs)
         compilation = self.compilations.of(args, kwargs)
@@ -212,12 +213,12 @@ class ParallelFunction(Generic[Params, Result]):
         return modules.with_leaves(jax.tree.unflatten(jax.tree.structure(modules.without_leaves(dynamic)), leaves))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, others: Sequence[Any] = ()) -> Any:
-        """The state `init_fn(*args)`, the first argument of this function, made where it will be read.
+        """The state `init_fn(*args)`, the first argument of this function, with each array made where it will be read.
 
-        Each device makes its own shards: the state never exists whole, on any device or host. It is planned for
-        with the function's `others` (a batch, say, or its types), which may be left out where the function has been
-        planned or called with such a state before. Raises ArgumentError where it has not, and DeviceError on devices
-        that are described to be compiled for.
+        Each device makes its own shards: no device or host ever holds the whole state. It is planned with the
+        function's `others` (a batch, say, or its types), which may be left out if the function was planned or called
+        with such a state before. Raises ArgumentError if it was not, and DeviceError on devices that are only
+        described.
         """
 
         def arrays(*args: Any) -> Any:
@@ -236,11 +237,11 @@ class ParallelFunction(Generic[Params, Result]):
     def batches(
         self, source: Iterable[Any], *, prefetch: int = 2, position: Any = None, own_rows: bool = False
     ) -> Batches:
-        """The elements of `source`, for the second argument of this function, fetched ahead and on their devices.
+        """The elements of `source`, for the second argument of this function, fetched ahead and put on their devices.
 
-        `prefetch` elements are fetched by a thread while steps run. From the second on they are put where the function
-        reads them. Of several processes each has the whole batch in its source; with `own_rows`, as many rows of it as
-        the others. `position` is where to go on, as the result's `.position` was: see `Batches`.
+        A thread fetches `prefetch` elements while steps run. From the second on they are put where the function reads
+        them. Each of several processes has the whole batch in its source; with `own_rows`, as many rows of it as each
+        of the others. `position` is where to continue, as the result's `.position` was: see `Batches`.
         """
 
         def shardings(batch: Any) -> list[Sharding] | None:
@@ -250,21 +251,21 @@ class ParallelFunction(Generic[Params, Result]):
         return Batches(source, shardings, prefetch, position, own_rows=own_rows)
 
     def checks(self, every: int = 100, *, slow: float = 1.5, write: Callable[[Record], None] = as_text) -> StepChecks:
-        """Checks that are called behind each step, as `checks(number, state, loss=loss)`, and done every so many steps.
+        """Checks to be called behind each step, as `checks(number, state, loss=loss)`; they look at every few steps.
 
-        Values that are not finite and copies that differ between devices are errors with the first leaf, process and
-        host; of several processes, one that takes `slow` times as long as it should is a warning. See `StepChecks`.
+        Values that are not finite, and copies that differ between devices, are errors with the first leaf, process and
+        host. Of several processes, one that takes `slow` times as long as it should is a warning. See `StepChecks`.
         """
         return StepChecks(compilation=lambda: self.compilations.last, every=every, slow=slow, write=write)
 
     def report(self, *args: Any, **kwargs: Any) -> StepReport:
-        """Predicted and measured steps of `fun(*args, **kwargs)` by cause and stage, to be printed.
+        """A report of predicted and measured seconds of `fun(*args, **kwargs)` by cause and stage, to be printed.
 
-        Some steps are taken on copies of the donated arguments: what is passed stays as it is, and a device holds that
-        much more meanwhile. Without arguments zeros of the types of the last function that was compiled are stepped.
-        Calls of the function are neither timed nor profiled. The factors are kept in `calibration.json` beside the
-        plans, if these are kept (`cache=`), for `parallelize(calibration=)`. Raises ArgumentError before the first call
-        where arguments are left out.
+        Some steps are taken on copies of the donated arguments, so a device holds that much more meanwhile, and the
+        arguments stay valid. Without arguments, steps are taken on zeros of the types of the last function compiled.
+        Other calls of the function are neither timed nor profiled. The factors between both are kept in
+        `calibration.json` beside the plans, if these are kept (`cache=`), for `parallelize(calibration=)`. Raises
+        ArgumentError before the first call if arguments are left out.
         """
         last = self.compilations.last
         if not args and not kwargs and last is not None:
@@ -287,7 +288,7 @@ class ParallelFunction(Generic[Params, Result]):
         calibration: str | os.PathLike[str] | Calibration | Literal[False] | None = None,
         progress: Report | Literal[False] | None = None,
     ) -> ParallelFunction[Params, Result]:
-        """The same function with the same jit options, for another cluster, by another planner or otherwise cut.
+        """The same function with the same options of `jax.jit`, and other options of `parallelize`.
 
         `cache=False` goes without a cache, `calibration=False` without a calibration.
         """

@@ -1,9 +1,9 @@
-"""Plans kept on disk by the content that they follow from, so that the same step is planned once.
+"""Plans kept on disk under a key of all that they follow from, so that the same step is planned once.
 
-An entry is the file that `plan.save` writes with one field more, `cache`: the whole key, how the plan was found, and a
-digest of that and of the rest. An entry that is damaged, or not what its name says, is ignored with a warning and
-replaced. Files appear under their names whole, so any number of processes may read and write one folder. Nothing is
-ever deleted: the folder is the user's to empty.
+An entry is the file that `plan.save` writes with one more field, `cache`: the whole key, how the plan was found, and a
+digest of both and of the rest. An entry that is damaged, or not what its name says, is ignored with a warning and
+replaced. Files are written whole, so any number of processes may read and write one folder. Nothing is ever deleted:
+the folder is the user's to empty.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ def key_of(
     planner: Planner,
     options: Mapping[str, object],
 ) -> Key | None:
-    """The key of the plan of a step as it was asked for; None for a planner that is not autopar's own, or a saved plan.
+    """The key of the plan of a step with these settings; None for a planner that is not autopar's own, and for a saved
+    plan.
 
-    `options` are what else was asked for, as plain data. Names and scopes of the user's code count, its line numbers
-    do not. Of a user's own sharding rules, those count that this step uses, as they come out for it; of schedules, what
-    they do with a few stages.
+    `options` are further settings, as plain data. Names and scopes of the user's code are part of the key, its line
+    numbers are not. Of a user's own sharding rules, those of this step are part of it, as they come out for the step;
+    of own schedules, the tasks for a few stages.
     """
     described = _described(planner)
     if described is None:
@@ -84,19 +85,20 @@ def key_of(
 
 @dataclass(frozen=True, slots=True)
 class PlanCache:
-    """The plans in a folder, which is made when the first one is written."""
+    """The plans in a folder, which is created when the first one is written."""
 
     folder: str | os.PathLike[str]
 
     def path(self, key: Key) -> Path:
-        """The file of the plan of a key, whether it exists or not."""
+        """The file for the plan of a key, whether it exists or not."""
         return Path(self.folder) / f"{key.digest}.json"
 
     def read(self, key: Key, accept: Callable[[AnyPlan, plan_json.Fields], Found | None]) -> Found | None:
-        """The result of `accept` on the cached plan of a key; None for one that is missing, unreadable or of no use.
+        """The result of `accept` on the cached plan of a key; None for an entry that is missing, unreadable or not
+        accepted.
 
-        A file that is of no use brings a warning. `accept` also gets how the plan was searched for; it raises
-        PlanningError for a plan that is not one of the step, and gives None for one to be passed over.
+        An entry that cannot be used brings a warning. `accept` also gets how the plan was searched for; it raises
+        PlanningError for a plan of another step, and returns None for one to be passed over.
         """
         path = self.path(key)
         try:
@@ -111,7 +113,9 @@ class PlanCache:
             return _ignored(path, str(error))
 
     def write(self, key: Key, plan: AnyPlan, how: Mapping[str, object] | None = None) -> None:
-        """Keeps a plan with how it was found, as plain data, unless that was interrupted; warns where it cannot."""
+        """Writes a plan with how it was found, as plain data, unless its search was interrupted; warns where
+        it cannot.
+        """
         if plan.is_interrupted:
             return
         path = self.path(key)
@@ -123,7 +127,7 @@ class PlanCache:
 
 
 def checked_cache(cache: Any) -> PlanCache | None:
-    """The cache that is meant. Raises ArgumentError."""
+    """The cache that the user's option stands for. Raises ArgumentError."""
     if cache is None or cache is False:
         return None
     if isinstance(cache, PlanCache):
@@ -150,7 +154,7 @@ def relocated(plan: AnyPlan, traced: Traced) -> AnyPlan | None:
 
 
 def _sources(operators: Sequence[Operator], graph: Graph) -> Iterator[tuple[str, str]]:
-    """(source in the plan, source now) of every operator, those of loops and branches included."""
+    """(source in the plan, source now) of every operator, those in loops and branches included."""
     for operator, node in zip(operators, graph.nodes, strict=True):
         if operator.source:
             yield operator.source, node.source
@@ -159,7 +163,7 @@ def _sources(operators: Sequence[Operator], graph: Graph) -> Iterator[tuple[str,
 
 
 def _renamed(data: object, sources: Mapping[str, str]) -> object:
-    """JSON data in which `FILE:LINE` and `PRIMITIVE at FILE:LINE` have their new lines."""
+    """JSON data in which `FILE:LINE` and `PRIMITIVE at FILE:LINE` are replaced by their new lines."""
     if isinstance(data, str):
         head, at, source = data.rpartition(" at ")
         return head + at + sources.get(source, source)
@@ -169,7 +173,7 @@ def _renamed(data: object, sources: Mapping[str, str]) -> object:
 
 
 def _entry(key: Key, plan: AnyPlan, how: Mapping[str, object]) -> str:
-    """The text of an entry; its second line is what a plan's own file does not have."""
+    """The text of an entry; its second line is the one that a plan's own file does not have."""
     body = plan_json.text(plan.to_json()).removeprefix("{\n")
     head = json.dumps({"key": key.data, "how": how, "digest": _digest(json.dumps(how) + body)})
     return f'{{\n  "cache": {head},\n{body}'
@@ -194,7 +198,7 @@ def _ignored(path: Path, why: str) -> None:
 
 
 def _described(planner: Planner) -> object:
-    """A planner's kind and fields as plain data; None for a planner of the user's own, or a saved plan."""
+    """A planner's kind and fields as plain data; None for a planner of the user's own, and for a saved plan."""
     if not type(planner).__module__.startswith("passes.") or isinstance(planner, Manual):
         return None
     return _plain(planner)
@@ -208,7 +212,7 @@ def _plain(value: object) -> object:
 
 
 def _nodes(graph: Graph) -> Iterator[tuple[Graph, Node]]:
-    """Every node with the graph that it is in, bodies of loops and branches included."""
+    """Every node with its graph, those in bodies of loops and branches included."""
     for node in graph.nodes:
         yield graph, node
         for body in node.subgraphs:
@@ -216,7 +220,7 @@ def _nodes(graph: Graph) -> Iterator[tuple[Graph, Node]]:
 
 
 def _own_rules(graph: Graph) -> Iterator[str]:
-    """The sharding rules of the nodes whose primitives autopar does not know."""
+    """The sharding rules of the nodes whose primitives have no rule of autopar's own."""
     known = known_primitives()
     for inside, node in _nodes(graph):
         if node.primitive not in known and not node.subgraphs:
@@ -224,11 +228,13 @@ def _own_rules(graph: Graph) -> Iterator[str]:
 
 
 _SEEN_ON = ((2, 4), (4, 8))
-"""Stages and microbatches on which a user's schedule is looked at: it is a function, and an edit of it shows there."""
+"""The numbers of stages and microbatches for which a user's schedule is part of the key: it is a function, and an edit
+of it shows there.
+"""
 
 
 def _own_schedules() -> Iterator[str]:
-    """The schedules that users have added, by what they do."""
+    """The schedules that users have added, by their tasks."""
     for name, builder in SCHEDULES.items():
         if not getattr(builder, "__module__", "").startswith("passes."):
             for stages, microbatches in _SEEN_ON:
@@ -244,7 +250,7 @@ def _scheduled(name: str, stages: int, microbatches: int) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """Digest of autopar's own source: a checkout changes while its version stands still."""
+    """A digest of autopar's own source: a checkout changes while its version stays the same."""
     roots = [Path(__file__).parent, Path(cast("str", passes.__file__)).parent]
     paths = [path for root in roots for path in sorted(root.rglob("*.py"))]
     digest = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""Several plans of one function, each compiled and stepped here: a choice by the clock, where predictions are too near.
+"""Several plans of one function, each compiled and stepped here, where predictions are too close to choose by.
 
-A search picks what its predictions favour, and plans that are predicted within a few percent of each other may take
-times that are not. `python -m benchmarks.zoo --compare` shows what is gained.
+Plans that are predicted within a few percent of each other may take times that are further apart. `python -m
+benchmarks.zoo --compare` shows what is gained.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from passes.planners import DataParallel, Manual, Megatron, Planner, Zero, named
 from passes.text import Column, Table, quantities
 
 ROUNDS, STEPS = 3, 5
-"""Every plan takes so many steps in each round; every other round goes backwards, so that a drift of the machine's
-speed falls on all alike."""
+"""The number of rounds, and of steps of every plan in each; every other round goes backwards, so that a drift of the
+machine's speed affects all alike.
+"""
 
 FAR = 3.0
-"""A textbook's plan that is predicted to take this many times the fastest prediction is not run. Chosen: DLRM's ZeRO-3,
-predicted to take 2.5 times as long as the found plan, is about as fast (`python -m benchmarks.zoo --compare`)."""
+"""The multiple of the fastest prediction from which a textbook plan is not run. Chosen: DLRM's ZeRO-3, predicted to
+take 2.5 times as long as the best plan, is about as fast (`python -m benchmarks.zoo --compare`).
+"""
 
 OWN = "its own"
-"""The name of the plan that the function has without any comparison."""
+"""The name of the plan that the function has without a comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One of the plans that were compared: its steps, or `why` there are none; no plan where none was possible."""
+    """One of the plans that were compared: its measured steps, or the reason `why` there are none; no plan where none
+    was possible.
+    """
 
     name: str
     plan: AnyPlan | None = None
@@ -48,9 +52,9 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Plans of one function, predicted and measured: `rows`, the fastest first and those that were not run last.
+    """Plans of one function, predicted and measured: `rows`, the fastest first, and those that were not run last.
 
-    `fastest` is the function by the first of them, which is `plan`.
+    `fastest` is the function by the first of them, and `plan` its plan.
     """
 
     fastest: ParallelFunction[..., Any]
@@ -58,7 +62,7 @@ class Comparison:
     rows: tuple[Compared, ...]
 
     def tables(self) -> tuple[Table, ...]:
-        """The plans that were run, their median steps beside the fastest one's; and those that were not, with why."""
+        """The tables of plans that were run, with their median steps, and of those that were not, with the reason."""
         run = [(row, row.steps) for row in self.rows if row.steps]
         timed_rows = tuple(_timed_row(row, steps, run[0][1]) for row, steps in run)
         others = tuple((row.name, _predicted(row), row.why) for row in self.rows if not row.steps)
@@ -79,15 +83,16 @@ def compare(
     *,
     planners: Mapping[str, Planner] | None = None,
 ) -> Comparison:
-    """Steps of `function(*args, **kwargs)` by its own plan and by those of `planners`, one plan after another.
+    """The measured steps of `function(*args, **kwargs)` by its own plan and by those of `planners`, one plan after
+    another.
 
-    Without `planners` the textbook's are compared: data parallel, ZeRO, and Megatron's with every number of devices
-    that cut the weights, but for what is predicted to take three times as long. `.fastest` is the function by the plan
-    whose median step was the shortest, `.plan` that plan. Steps are taken on copies of donated arguments, which the
-    caller keeps; a device holds those of one plan at a time. What a step prints or calls back, it does in each of them.
-    Of several processes the first one's clock decides.
+    By default `planners` are the textbook ones: data parallel, ZeRO, and Megatron with every number of devices that cut
+    the weights; those predicted to take three times as long are left out. `.fastest` is the function by the plan with
+    the shortest median step, `.plan` that plan. Steps are taken on copies of donated arguments, so the caller's stay
+    valid; a device holds the copies of one plan at a time. Prints and callbacks of a step happen in each of them. Of
+    several processes the first one's clock decides.
 
-    Raises PlanningError where the function itself has no plan, ArgumentError for what cannot be compared.
+    Raises PlanningError where the function itself has no plan, ArgumentError for arguments that cannot be compared on.
     """
     _check(function, args, planners)
     as_it_is, refused = _planned(function, args, kwargs), list[Compared]()
@@ -160,7 +165,7 @@ def _planned(function: ParallelFunction[..., Any], args: Sequence[Any], kwargs: 
 
 
 def by_hand(plan: AnyPlan) -> dict[str, Planner]:
-    """The textbook's planners for as many devices as a plan has, by what makes them."""
+    """The textbook planners for as many devices as a plan has, by the code that makes them."""
     n = plan.cluster.n_devices
     sizes = (parts for parts in range(2, n + 1) if n % parts == 0)
     megatron = (Megatron(data=n // tensor, tensor=tensor) for tensor in sizes)
@@ -168,7 +173,7 @@ def by_hand(plan: AnyPlan) -> dict[str, Planner]:
 
 
 def _in_turn(steppers: Mapping[str, Callable[[], Stepper]]) -> dict[str, Steps]:
-    """The steps of each in all rounds."""
+    """The steps of each candidate, over all rounds."""
     steps_of: dict[str, list[Steps]] = {name: [] for name in steppers}
     for number in range(ROUNDS):
         for name in steppers if number % 2 == 0 else reversed(list(steppers)):

@@ -1,4 +1,6 @@
-"""A function at given types on its way to devices: traced, planned, lowered, run; each once it is wanted."""
+"""A function at given types on its way to devices: traced, planned, lowered and compiled, each when it is
+first needed.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ _Run = Callable[[list[Any]], Any]
 
 @dataclass(slots=True, kw_only=True)
 class Compilation:
-    """A function at given types: its trace; then its plan, its jitted form and what runs it, once they are wanted.
+    """A function at given types: its trace; its plan, its jitted form and what runs it once they are needed.
 
     `structs` are its flat arguments and `statics` its static ones. `run` takes the flat arguments of a call.
     """
@@ -67,7 +69,7 @@ class Compilation:
     placed: list[Sharding] | None = None
 
     def step(self) -> TracedStep:
-        """The step as planners are given it."""
+        """The step as it is given to planners."""
         settings = self.settings
         return step_of(
             self.traced,
@@ -78,7 +80,7 @@ class Compilation:
         )
 
     def now(self) -> Traced:
-        """The program as it was planned; before that, as planners are given it."""
+        """The program as it was planned; before planning, as it is given to planners."""
         return self.chosen.traced if self.chosen else self.step().traced
 
     def plan(self) -> Plan | PipelinePlan:
@@ -86,7 +88,7 @@ class Compilation:
         return self._chosen().plan
 
     def lower(self, *, again: bool = True) -> Lowered | LoweredPipeline:
-        """The program lowered, with what it may need; it is planned `again` if the compiled program needs more."""
+        """The lowered program and the bytes that it may need; planned `again` if the compiled program needs more."""
         self._agree()
         limit, phase_of = self._limit(), self.phase if again else unsaid
 
@@ -99,7 +101,7 @@ class Compilation:
             return self.program().lower(self.structs, self.statics, limit, retry).followed(phase_of)
 
     def start(self, leaves: list[Any]) -> Any:
-        """The results of the first call, after which there is what runs the others."""
+        """The results of the first call, after which `run` is set for the others."""
         with without_gc():
             self._agree()
         with self.phase("compile"):
@@ -107,7 +109,7 @@ class Compilation:
             return self.program().executable()(leaves) if run is None else run(leaves)
 
     def ready(self, leaves: list[Any]) -> _Run:
-        """The function that runs on such flat arguments, compiled if it was not."""
+        """The function that runs on such flat arguments, compiled if it was not yet."""
         if self.run is None:
             with without_gc():
                 self._agree()
@@ -136,7 +138,7 @@ class Compilation:
         return self.chosen
 
     def phase(self, verb: str) -> AbstractContextManager[Phase]:
-        """A phase of the function, as people follow it."""
+        """A context for a phase of the work, which is logged and reported as progress."""
         return phase(f"{verb} {self.signature.function}", self.settings.progress)
 
     def _processes(self) -> Processes | None:
@@ -155,7 +157,7 @@ class Compilation:
         return limit_of(chosen.plan, self.present(), chosen.memory_limit, source, searched=chosen.searched)
 
     def _tighten(self, limit: Limit, needed: int) -> None:
-        """Plans again, for as much less than the limit as the compiled program needed more than was planned.
+        """Plans again within the limit less the bytes by which the compiled program exceeded its plan.
 
         Raises OverBudgetError, with what was compiled, where there is no such plan.
         """
@@ -198,9 +200,9 @@ class Compilation:
         return self.planned
 
     def _devices(self) -> Sequence[Device]:
-        """The devices that there are: those that the program itself names, in their order, else the user's, else all.
+        """The devices to run on: those that the program itself names, in their order, else the user's, else all.
 
-        Raises ArgumentError where it names others than the user's.
+        Raises ArgumentError where the program names others than the user's.
         """
         given, named = self.settings.devices, self.traced.devices
         if given is not None and named is not None and not set(named) <= set(given):
@@ -211,14 +213,14 @@ class Compilation:
         return named or given or jax.devices()
 
     def placements(self) -> list[Sharding]:
-        """The sharding in which each flat argument is read; of a batch, that of its rows."""
+        """The sharding in which each flat argument is read; for a batch, that of its rows."""
         if self.placed is None:
             self._agree()
             self.placed = self.program().placements()
         return self.placed
 
     def present(self) -> tuple[Device, ...]:
-        """The devices that the plan runs on. Raises DeviceError if there are too few."""
+        """The devices that the plan runs on. Raises DeviceError if too few are present."""
         plan, devices = self.plan(), tuple(self._devices())
         size, shape = plan.n_devices, plan.shape
         if len(devices) < size:
@@ -237,13 +239,13 @@ class Compilation:
 
 
 def _outcome(plan: AnyPlan) -> str:
-    """A plan in a line."""
+    """A plan in one line."""
     step, peak = quantities.seconds(plan.step_seconds), quantities.nbytes(plan.peak_nbytes)
     return f"{plan.shape} on {plan.cluster.name}, {step} a step and {peak} of a device predicted"
 
 
 def _cluster(settings: Settings, devices: Callable[[], Sequence[Device]], processes: Processes | None) -> Cluster:
-    """The cluster to plan for: that of the settings, or else of these devices and of their processes' hosts."""
+    """The cluster to plan for: that of the settings, or one made of these devices and their processes' hosts."""
     cluster = settings.cluster
     if cluster is None:
         there, hosts = devices(), processes and {rank: processes.host(rank) for rank in processes.ranks}
@@ -253,7 +255,7 @@ def _cluster(settings: Settings, devices: Callable[[], Sequence[Device]], proces
 
 @dataclass(slots=True, kw_only=True)
 class Compilations:
-    """A function's compilations: one for each pytree, set of types, static values and configuration of JAX.
+    """A function's compilations: one for each combination of pytree, types, static values and configuration of JAX.
 
     `jit` are the options that are `jax.jit`'s.
     """
@@ -270,7 +272,7 @@ class Compilations:
     """The same function of arrays alone, for each library of whose modules it was called with."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of a call; on one device of a `shard_map` of the caller's, those of `jax.jit`."""
+        """The results of a call; inside a `shard_map` of the caller's, on one device, those of `jax.jit`."""
         if is_manual():
             return jax.jit(self.fun, **self.jit)(*args, **kwargs)
         dynamic, statics = self.signature.split(args, kwargs)
@@ -304,15 +306,13 @@ class Compilations:
 
     @property
     def last(self) -> Compilation | None:
-        """The last that was compiled of those that run; None before the first call."""
+        """The last compilation of those that run; None before the first call."""
         known = [*self.known.values(), *(pure.last for pure in self.pure.values())]
         compiled = (compilation for compilation in reversed(known) if compilation is not None)
         return next((compilation for compilation in compiled if compilation.run is not None), None)
 
     def about(self, value: Any, position: int = 0) -> tuple[Compilation, slice] | None:
-        """The last compilation for an argument of these types at a position, and its place among the flat arguments;
-        None if there is none.
-        """
+        """(the last compilation with such an argument, its place among flat arguments), or None."""
         leaves, tree = jax.tree.flatten(value)
         types = types_of(leaves)
         every = [item for each in (*self.pure.values(), self) for item in each.known.items()]
@@ -325,7 +325,7 @@ class Compilations:
         return None
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered | LoweredPipeline | OfModules:
-        """The program for arguments of these types lowered; modules among them are modules of its calls too."""
+        """The lowered program for arguments of these types; modules among them are modules for its calls too."""
         lowered, (dynamic, _) = self.of(args, kwargs).lower(), self.signature.split(args, kwargs)
         library = self._library(dynamic)
         return lowered if library is None else OfModules(lowered, library, self.signature)
@@ -370,26 +370,26 @@ class Compilations:
 
     @property
     def planned(self) -> Compilation | None:
-        """The last that was planned; None before that."""
+        """The last compilation that was planned; None before that."""
         known = [*self.known.values(), *(pure.planned for pure in self.pure.values())]
         return next((each for each in reversed(known) if each is not None and each.chosen is not None), None)
 
     def _followed(self) -> Following | None:
-        """The plan of the function that this one follows, if it does."""
+        """The plan of the function that this one follows; None if it follows none."""
         if (follow := self.settings.follow) is None:
             return None
         return following(follow.planned, follow.signature.function, self.signature.source)
 
     def _arriving(self, leaves: Sequence[Any]) -> Hashable:
-        """The part of a compilation's key that says where arguments come and are to stay."""
+        """The part of a compilation's key with the shardings in which arguments arrive and are to stay."""
         return follow.key if (follow := self._followed()) else self._kept(leaves)
 
     def _kept(self, leaves: Sequence[Any]) -> Placed:
-        """The sharding of each argument that comes placed and is to stay there."""
+        """The sharding of each argument that arrives on a mesh and is to stay there."""
         return arriving(leaves) if self.settings.placed == "keep" else ()
 
     def _library(self, dynamic: Any) -> modules.Library | None:
-        """The library whose modules are among the arguments; None where they are taken apart already."""
+        """The library whose modules are among the arguments; None where they were taken apart already."""
         return None if self.library else modules.library_of(dynamic)
 
     def _of(self, library: modules.Library) -> Compilations:

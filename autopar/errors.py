@@ -1,4 +1,6 @@
-"""Errors about what the user handed to autopar, each in four parts: what, the rule it breaks, where, what to change."""
+"""Errors about the user's input, each with four parts: what was given, the rule that it breaks, where, and what to
+change.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ class ArgumentError(PlanningError, TypeError, ValueError):
 
 
 class UnsupportedError(PlanningError, NotImplementedError):
-    """An operation in the user's function that no plan can keep."""
+    """An operation in the user's function for which no plan is possible."""
 
 
 class DeviceError(PlanningError, RuntimeError):
-    """A plan for devices that are not here."""
+    """A plan for devices that are not present."""
 
     page = "how-to/devices"
 
@@ -49,11 +51,11 @@ class DisagreementError(PlanningError, RuntimeError):
 
 
 class PeerError(DeviceError):
-    """A connection to another process that has ended, as a rule with that process."""
+    """A connection to another process that has ended, mostly because that process has."""
 
 
 class UnboundPlanError(PlanningError):
-    """A question about arguments put to a plan that knows no function, such as one just loaded from a file."""
+    """A question about arguments to a plan without a function, such as one just loaded from a file."""
 
     page = "how-to/read-a-plan"
 
@@ -64,9 +66,9 @@ def explain(what: str, rule: str, where: str, remedy: str) -> str:
 
 
 def check_folder(argument: str, path: Any, use: str) -> None:
-    """Raises ArgumentError, which names the argument, for what is no folder's path, or where a file is in its place.
+    """Raises ArgumentError, which names the argument, unless it is the path of a folder that exists or can be made.
 
-    `use` says what is in folders, as in "checkpoints are in a folder".
+    `use` says what is in such folders, as in "checkpoints are in a folder".
     """
     remedy = "name a folder, which need not exist"
     if not isinstance(path, str | os.PathLike) or not path or not isinstance(os.fspath(path), str):
@@ -79,6 +81,6 @@ def check_folder(argument: str, path: Any, use: str) -> None:
 
 
 def not_here(device: Any) -> DeviceError:
-    """The error of a call on a device that is described."""
+    """The error of a call on a device that is only described."""
     rule, remedy = "it is described, and nothing runs there", "write .lower(...).compile(), or run it on jax.devices()"
     return DeviceError(explain(f"device {device}", rule, "", remedy))

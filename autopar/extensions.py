@@ -6,9 +6,9 @@
     [project.entry-points."autopar.planners"]
     halves = "my_package.planners:HalfTheDevices"
 
-What is named under `autopar.extensions` is called, without arguments, when autopar is imported: it registers what it
-has, by `autopar.register_rule`, `register_device` or `register_schedule`. What is named under `autopar.planners` is
-called with what follows the name in `--planner halves:2`, if anything does, and is a planner.
+An entry of `autopar.extensions` is called without arguments when autopar is imported, and registers what it has by
+`autopar.register_rule`, `register_device` or `register_schedule`. An entry of `autopar.planners` is called with the
+text that follows its name in `--planner halves:2`, if there is any, and returns a planner.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def load() -> list[str]:
 
 
 def planners() -> dict[str, EntryPoint]:
-    """The planners of other packages by name, not loaded yet."""
+    """The planners of other packages by name; they are not loaded yet."""
     return {entry.name: entry for entry in entry_points(group=PLANNERS)}
 
 

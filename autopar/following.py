@@ -1,4 +1,6 @@
-"""A function that follows another one: what that one's plan has placed is taken as it lies, and the rest is planned."""
+"""A function that follows another one: arrays that the other one's plan has placed are taken as they are, and the rest
+is planned.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class Followed(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ThisPlan:
-    """A plan that equals itself alone."""
+    """A key for a plan that equals only that plan's own key."""
 
     plan: Plan | PipelinePlan
 
@@ -48,15 +50,15 @@ class Following:
 
     @property
     def key(self) -> Hashable:
-        """The plan as a key, which keeps it: nothing else has its id as long as something is kept under it."""
+        """A key for the plan; it keeps the plan alive, so that no other one gets its id."""
         return _ThisPlan(self.plan)
 
     def placed(
         self, signature: Signature, dynamic: Any, n_args: int, structs: Sequence[jax.ShapeDtypeStruct]
     ) -> Placed:
-        """The sharding in which each flat argument lies already; None for what is no state of the other function's.
+        """The sharding of each flat argument that is state of the other function; None for other arguments.
 
-        That of a pipeline is on its stages, where its planner finds it.
+        State of a pipeline has None as well: its planner finds it on its stages.
         """
         (first, *_), graph = self.plan.programs, self.followed.traced.graph
         if self.plan.timeline is not None or not first.mesh.axes:
@@ -71,7 +73,7 @@ class Following:
         return tuple(spec if spec is None else NamedSharding(on, spec) for spec in specs)
 
     def settings(self, settings: Settings) -> Settings:
-        """The settings with the devices of the other plan, and its stages, where the user says nothing else."""
+        """The settings with the other plan's devices and stages, where the user does not say otherwise."""
         theirs = self.followed
         if settings.devices is None and settings.cluster is None:
             devices = theirs.traced.devices or theirs.settings.devices

@@ -1,4 +1,4 @@
-"""All that differs between JAX 0.10, 0.11 and 0.12, or that only private JAX offers; nothing else imports `jax._src`.
+"""Everything that differs between JAX 0.10, 0.11 and 0.12, or is private: no other module imports `jax._src`.
 
 Checked on jax 0.10.2 (Python 3.11), 0.11.2 (Python 3.12) and 0.12.0.1 (Python 3.13).
 """
@@ -124,7 +124,7 @@ def call_local(params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _varying(x: Any, axes: frozenset[str]) -> Any:
-    """`x` typed as varying over these axes, over some of which it may be already."""
+    """`x` with a type that varies over these axes, over some of which it may vary already."""
     more = tuple(sorted(axes - _varies(jax.typeof(x))))
     return jax.lax.pcast(x, more, to="varying") if more else x
 
@@ -180,7 +180,7 @@ def _lines_of(traceback: Any) -> tuple[str, str]:
 
 @cache
 def _whose(file_name: str) -> OneOf["jax", "ours", "library", "user"]:
-    """The author of a file: JAX with Python, this project, a neural-network library, or the user."""
+    """The author of a file: JAX or Python, this project, a neural-network library, or the user."""
     if not source_info_util.is_user_filename(file_name) or file_name.endswith("autopar/frontend/constraints.py"):
         return "jax"  # or ours that a step calls, as it calls JAX's
     if file_name.startswith(_OURS):
@@ -231,7 +231,7 @@ def is_manual() -> bool:
 
 
 def no_mesh() -> AbstractContextManager[Any]:
-    """A context in which no mesh is ambient, whatever `jax.set_mesh` the caller has made."""
+    """A context without an ambient mesh, whatever `jax.set_mesh` the caller has used."""
     try:
         return jax.set_mesh(None)
     except ValueError:  # inside a trace, where only the abstract mesh counts
@@ -240,9 +240,9 @@ def no_mesh() -> AbstractContextManager[Any]:
 
 @contextmanager
 def planned_mesh() -> Iterator[Any]:
-    """A context for what is planned, which gives the caller's ambient mesh, its axes left to the plan; None for none.
+    """A context for traces with the caller's ambient mesh, its axes left to the plan; None is no mesh.
 
-    A PartitionSpec in the program is on that mesh. What lies on axes that JAX's types follow would not be planned.
+    A PartitionSpec in the program is on that mesh. Values on axes that JAX's types track would not be planned.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
@@ -259,7 +259,7 @@ def planned_mesh() -> Iterator[Any]:
 
 
 def traced_shardings(traced: Any, count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """(in_shardings, out_shardings) of what was traced: of its `count` flat arguments, behind what it captured."""
+    """(in_shardings, out_shardings) of a traced function's `count` flat arguments, captured ones left out."""
     inputs, outputs = (tuple(traced._params[side]) for side in ("in_shardings", "out_shardings"))
     return inputs[len(inputs) - count :], outputs
 
@@ -272,7 +272,7 @@ def has_ambient_mesh() -> bool:
 def configuration() -> Hashable:
     """All of JAX's configuration that a trace may depend on (x64, promotion, precision, generator) as a key.
 
-    It is what `jax.jit` keys its own traces by; an ambient mesh counts by what PartitionSpecs are taken to be on.
+    It is what `jax.jit` keys its own traces by; of an ambient mesh, only how it resolves PartitionSpecs counts.
     """
     if not has_ambient_mesh():
         return _config.trace_context()
@@ -298,7 +298,7 @@ def service_by(start: Callable[..., Any]) -> Iterator[None]:
 
 
 def at_disconnection(action: Callable[[], object]) -> None:
-    """Calls `action` once this process has left the others, which is when all have ended, before Python's own end."""
+    """Registers `action`, called once this process has left the others, which is when all have ended."""
     service = _distributed.global_state.service
 
     def shutdown() -> None:
@@ -310,13 +310,13 @@ def at_disconnection(action: Callable[[], object]) -> None:
 
 
 def process_of_how_many() -> tuple[int, int]:
-    """The rank of this process and the number of all, which `jax.process_index()` tells only once there are devices."""
+    """(rank, number of processes), which `jax.process_index()` knows only once there are devices."""
     state = _distributed.global_state
     return state.process_id, state.num_processes or 1
 
 
 def coordinator_host() -> str:
-    """The host name or address at which the processes of a program reach the first one."""
+    """The host name or address over which the processes of a program reach the first one."""
     return (_distributed.global_state.coordinator_address or "127.0.0.1:0").rpartition(":")[0].strip("[]")
 
 
@@ -328,19 +328,19 @@ def with_weakness(x: jax.Array, weak: bool) -> jax.Array:
 
 
 def is_traced(x: object) -> bool:
-    """Whether `x` stands for an array in a transformation of JAX's."""
+    """Whether `x` stands for an array in one of JAX's transformations."""
     return isinstance(x, Tracer)
 
 
 def has_plain_type(x: object) -> bool:
-    """Whether JAX's type of `x` says nothing of devices: `x` is no transformation's value and on no explicit mesh."""
+    """Whether JAX's type of `x` says nothing of devices: no transformation's value, on no explicit mesh."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.sharding is None
     return not isinstance(x, Tracer) and set(jax.typeof(x).sharding.mesh.axis_types) <= {AxisType.Auto}
 
 
 def sharding_objects(leaves: Sequence[Any]) -> list[Any]:
-    """The sharding of each array; None for what is none, or is a transformation's value.
+    """The sharding of each array; None for anything else, and for values of a transformation.
 
     The public property costs twice as much.
     """
@@ -348,17 +348,17 @@ def sharding_objects(leaves: Sequence[Any]) -> list[Any]:
 
 
 def is_staged(x: object) -> bool:
-    """Whether `x` stands for an array in a program that is being written, of `jit` or a loop, not in a derivative."""
+    """Whether `x` stands for an array in a program under construction (of `jit` or a loop), not in a derivative."""
     return isinstance(x, DynamicJaxprTracer)
 
 
 def is_staging() -> bool:
-    """Whether a transformation of JAX's is under way."""
+    """Whether one of JAX's transformations is under way."""
     return not _core.trace_state_clean()
 
 
 def is_writing() -> bool:
-    """Whether a program is being written, in which even a call with nothing but arrays becomes an operation."""
+    """Whether a program is under construction, in which even calls on arrays alone become operations."""
     return is_staging() and (_core.unsafe_am_i_under_a_jit() or _core.nonempty_axis_env())
 
 
@@ -376,7 +376,7 @@ def are_there(leaves: Sequence[Any]) -> bool:
 
 
 def dtype_of(name: str) -> Any:
-    """The dtype that planning calls by this name; keys have one for each generator."""
+    """The dtype that planning calls by this name; keys of each generator have one."""
     if not name.startswith("key<"):
         return jax.dtypes.float0 if name == "float0" else jax.numpy.dtype(name)
     return jax.eval_shape(lambda: jax.random.key(0, impl=_GENERATORS[name])).dtype
@@ -388,7 +388,7 @@ def key_implementation(dtype: Any) -> str:
 
 
 def compiled(lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """The executable of a lowered program; it takes numbers of less than a byte, whose bits JAX's arrays hide."""
+    """The executable of a lowered program, which also takes sub-byte numbers, whose bits JAX's arrays hide."""
     executable = lowered.compile(compiler_options=options)
     inner = executable._executable
     inner._xla_in_layouts = [None if at and at.sub_byte_element_size_in_bits else at for at in inner._xla_in_layouts]
@@ -396,5 +396,5 @@ def compiled(lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
 
 
 def is_described(device: Device) -> bool:
-    """Whether a device is of a topology, to be compiled for: JAX ends the process where it is used (0.10.2)."""
+    """Whether a device is of a topology and only described: JAX ends the process if it is used (0.10.2)."""
     return device.client.runtime_type == "compile_only_runtime"

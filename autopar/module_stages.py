@@ -1,4 +1,6 @@
-"""Functions of modules ahead of time: their lowered and compiled programs, called with the modules themselves."""
+"""Functions of modules compiled ahead of time: lowered and compiled programs that are called with the modules
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from autopar.frontend import Signature, modules
 
 @dataclass(frozen=True, slots=True)
 class OfModules:
-    """A lowered or compiled program of arrays, which takes and updates modules as the function itself does.
+    """A lowered or compiled program of arrays that takes and updates modules as the function itself does.
 
-    What else it has is the program's own.
+    All other attributes are the program's own.
     """
 
     _program: Any

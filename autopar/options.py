@@ -1,4 +1,4 @@
-"""The options of `parallelize`: checked one by one, and what they come to."""
+"""The options of `parallelize`, checked one by one, and the settings made of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from passes.text import plain_integer
 from passes.transforms import KEPT, Coupling, Kept
 
 Arriving = Literal["moved", "keep"]
-"""The fate of arrays that come placed: they are moved to where the plan reads them, or planned around."""
+"""What to do with arrays that arrive in other shardings: move them to where the plan reads them, or plan
+around them.
+"""
 
 
 class Options(TypedDict, total=False):
@@ -81,23 +83,25 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, object]) -> Self:
-        """The settings that a user's options come to. Raises ArgumentError or ClusterError for what is none."""
+        """The settings made of a user's options. Raises ArgumentError or ClusterError for invalid ones."""
         return cls(**{name: _CHECKS[name](value) for name, value in options.items()})
 
     def but(self, options: Mapping[str, object]) -> Self:
-        """Settings in which these options are others; those that are None stay."""
+        """The settings with these options replaced; those that are None stay."""
         given = {name: value for name, value in options.items() if value is not None}
         return replace(self, **{name: _CHECKS[name](value) for name, value in given.items()})
 
     def parts(self) -> int:
-        """The parts in which a loop over rows of the batch is computed: a device each, in each microbatch."""
+        """The number of parts in which a loop over rows of the batch is computed: one for each device, in each
+        microbatch.
+        """
         devices = self.cluster.n_devices if self.cluster else len(self.devices or jax.devices())
         return devices * (self.microbatches or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _OfGraphs:
-    """A planner that was written before there were steps."""
+    """A planner with the former interface, which takes graphs."""
 
     planner: Any
 
@@ -109,12 +113,12 @@ class _OfGraphs:
 
 
 def checked_cluster(cluster: Any) -> Cluster | None:
-    """The cluster that is meant. Raises ClusterError."""
+    """The cluster that the user's option stands for. Raises ClusterError."""
     return cluster if cluster is None or isinstance(cluster, Cluster) else parse_cluster(cluster)
 
 
 def check_arguments(call: str, args: object) -> None:
-    """Raises ArgumentError where what a call takes as all positional arguments of a step is a single one."""
+    """Raises ArgumentError where a call passes one argument that is the tuple of all positional arguments of a step."""
     if not isinstance(args, tuple | list):
         remedy = f"write {call}(train_step, (state, batch))"
         raise ArgumentError(explain(f"args={args!r:.60}", "these are all positional arguments", "", remedy))
@@ -144,7 +148,7 @@ def checked_planner(planner: Any) -> Planner:
 
 
 def _takes(plan: Callable[..., Any], *args: object, **kwargs: object) -> bool:
-    """Whether a method can be called so."""
+    """Whether a method can be called with these arguments."""
     try:
         inspect.signature(plan).bind(*args, **kwargs)
     except TypeError:
@@ -163,7 +167,7 @@ def checked_microbatches(microbatches: Any) -> int | None:
 
 
 def checked_names(option: str, kind: type, names: Any) -> tuple[Any, ...]:
-    """The positions or names of arguments, of which there may be one alone or none. Raises ArgumentError."""
+    """The positions or names of arguments; the user may give one alone, or none. Raises ArgumentError."""
     single = plain_integer(names)
     listed = () if names is None else (single,) if isinstance(single, kind) else names
     if isinstance(listed, Iterable) and not isinstance(listed, str):
@@ -176,7 +180,7 @@ def checked_names(option: str, kind: type, names: Any) -> tuple[Any, ...]:
 
 
 def checked_progress(progress: Any) -> Any:
-    """The function that is called with each `Progress`, a silent one for False, None for bars. Raises ArgumentError."""
+    """The callback for `Progress`: one that does nothing for False, None for progress bars. Raises ArgumentError."""
     if progress is None or progress is True:
         return None
     if progress is False:
@@ -188,7 +192,7 @@ def checked_progress(progress: Any) -> Any:
 
 
 def checked_limit(limit: Any) -> int | None:
-    """The bytes that a device may hold. Raises ArgumentError."""
+    """The bytes that a device may need. Raises ArgumentError."""
     try:
         return limit_nbytes(limit)
     except PlanningError as error:
@@ -196,7 +200,7 @@ def checked_limit(limit: Any) -> int | None:
 
 
 def checked_coupling(coupling: Any) -> Coupling:
-    """The semantics of microbatches: "exact", or "independent" ones. Raises ArgumentError."""
+    """The semantics of microbatches: `"exact"` or `"independent"`. Raises ArgumentError."""
     if coupling not in ("exact", "independent"):
         rule = 'it is "exact" or "independent"'
         raise ArgumentError(explain(f"microbatch_semantics={coupling!r:.60}", rule, "", 'leave it out for "exact"'))
@@ -204,7 +208,7 @@ def checked_coupling(coupling: Any) -> Coupling:
 
 
 def checked_remat(remat: Any) -> Kept | tuple[Kept, ...] | None:
-    """The policy of all layers, or one for each: what they keep for the backward pass. Raises ArgumentError."""
+    """The policy of all layers, or of each: what they keep for the backward pass. Raises ArgumentError."""
     if remat is None or (isinstance(remat, str) and remat in KEPT):
         return remat
     names: tuple[Any, ...] = tuple(remat) if isinstance(remat, Sequence) and not isinstance(remat, str) else (remat,)
@@ -216,7 +220,7 @@ def checked_remat(remat: Any) -> Kept | tuple[Kept, ...] | None:
 
 
 def checked_placed(placed: Any) -> Arriving:
-    """The fate of arrays that come placed. Raises ArgumentError."""
+    """The treatment of arrays that arrive in other shardings: `"moved"` or `"keep"`. Raises ArgumentError."""
     if placed not in ("moved", "keep"):
         rule = 'arrays that come placed are "moved" to where the plan reads them, or it is to "keep" them'
         raise ArgumentError(explain(f"placed={placed!r:.60}", rule, "", 'leave it out for "moved"'))
@@ -224,7 +228,7 @@ def checked_placed(placed: Any) -> Arriving:
 
 
 def checked_follow(follow: Any) -> Any:
-    """The compilations of the function that is followed, None for none. Raises ArgumentError."""
+    """The compilations of the function to be followed; None for none. Raises ArgumentError."""
     if follow is None or hasattr(follow, "compilations"):
         return getattr(follow, "compilations", None)
     rule = "a function follows what parallelize(...) returned"
@@ -232,9 +236,9 @@ def checked_follow(follow: Any) -> Any:
 
 
 def checked_devices(devices: Any) -> tuple[Device, ...] | None:
-    """The devices, None for those that are here.
+    """The devices; None for those that are present.
 
-    Raises ArgumentError for anything that is no sequence of them, and for one that is named twice.
+    Raises ArgumentError for anything but a sequence of devices, and for a device that is named twice.
     """
     if devices is None:
         return None
@@ -249,7 +253,7 @@ def checked_devices(devices: Any) -> tuple[Device, ...] | None:
 
 
 def checked_calibration(calibration: Any) -> Calibration | None:
-    """The calibration in a file. Raises ArgumentError for what is no file of one."""
+    """The calibration in a file. Raises ArgumentError for a file that has none."""
     if calibration is None or calibration is False:
         return None
     if isinstance(calibration, Calibration):

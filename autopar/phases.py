@@ -1,7 +1,8 @@
-"""The phases of a function on its way to devices, as people follow them: a line each, and a bar where one takes long.
+"""The phases of a function on its way to devices, reported to people: a log line each, and a progress bar for long
+ones.
 
-Lines go through `logging`, to the logger `autopar` at level INFO: what was done, the seconds, what came of it. A bar is
-on stderr alone, where that is a terminal, from the moment on at which a phase has taken `PATIENCE_SECONDS`.
+Lines go to the logger `autopar` at level INFO: what was done, its seconds, and the outcome. A bar is shown on stderr
+only if that is a terminal, once a phase has taken `PATIENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from passes.text import quantities
 LOGGER = logging.getLogger("autopar")
 
 PATIENCE_SECONDS = 2.0
-"""The time after which people want to know what takes so long."""
+"""Seconds after which people want to know what takes so long."""
 
 
 def words(progress: Progress) -> str:
@@ -39,7 +40,7 @@ def words(progress: Progress) -> str:
 
 @dataclass(slots=True)
 class Bar:
-    """A bar on a terminal, from `patience_seconds` after its start until its end, when it is removed."""
+    """A progress bar on a terminal, from `patience_seconds` after its start until its end, when it is removed."""
 
     doing: str
     console: Console
@@ -52,7 +53,7 @@ class Bar:
     _timer: threading.Timer | None = None
 
     def start(self) -> None:
-        """Waits for the time at which the bar is worth its place; never on what is no terminal."""
+        """Begins to wait until the bar is shown; on anything but a terminal it never is."""
         if self.console.quiet or not self.console.is_terminal:
             return
         if self.patience_seconds == 0:
@@ -96,7 +97,7 @@ class Bar:
 
 @contextmanager
 def shown(console: Console, doing: str = "", patience_seconds: float = 0.0) -> Iterator[Bar]:
-    """A bar on `console`, removed afterwards; it does nothing without a terminal."""
+    """A progress bar on `console` for the duration of a context; it does nothing without a terminal."""
     bar = Bar(doing, console, patience_seconds)
     bar.start()
     try:
@@ -107,7 +108,7 @@ def shown(console: Console, doing: str = "", patience_seconds: float = 0.0) -> I
 
 @dataclass(slots=True)
 class Phase:
-    """A phase while it lasts: `report` moves its bar, and `outcome` is what its line says at the end."""
+    """A phase while it lasts: `report` moves its bar, and `outcome` is what its log line says at the end."""
 
     report: Report
     outcome: str = ""
@@ -119,13 +120,15 @@ PhaseOf = Callable[[str], AbstractContextManager[Phase]]
 
 @contextmanager
 def unsaid(verb: str) -> Iterator[Phase]:
-    """A phase that is part of another: no line, no bar."""
+    """A context for a phase that is part of another: no line, no bar."""
     yield Phase(silent)
 
 
 @contextmanager
 def phase(doing: str, report: Report | None = None) -> Iterator[Phase]:
-    """A phase: a line when it is over, and a bar if it takes long, unless there is a `report` of the user's instead."""
+    """A context for a phase: a log line at the end, and a bar if it takes long, unless the user has a `report` of their
+    own.
+    """
     console = Console(stderr=True, highlight=False, quiet=report is not None)
     began = time.perf_counter()
     with shown(console, doing, PATIENCE_SECONDS) as bar:

@@ -1,4 +1,4 @@
-"""Plans that know the function they belong to, and so can answer in the user's pytrees."""
+"""Plans that know their function, and so can answer in the user's pytrees."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ Leaves = tuple[PyTreeDef, tuple[PartitionSpec, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Bound(AnyPlan):
-    """A plan with the placements of a function's arguments and results; one from a file has none yet."""
+    """A plan with the placements of a function's arguments and results; a plan from a file has none yet."""
 
     bound: tuple[Leaves, Leaves] | None = field(default=None, compare=False, repr=False)
 
     @property
     def shardings(self) -> tuple[Any, Any]:
-        """(inputs, outputs): a PartitionSpec for each array; inputs as the pair (args, kwargs), statics left out.
+        """(inputs, outputs): a PartitionSpec for each array; inputs as the pair (args, kwargs), without static
+        arguments.
 
-        They are on the plan's mesh, or on that of the stage that holds the array. Rows that lie on several stages, one
-        after the other, are cut over the axis `stage`, and within each as the first of them.
+        They are on the plan's mesh, or on that of the stage that has the array. An array whose rows are on several
+        stages is cut over the axis `stage`, and on each stage as on the first of them.
 
-        Raises UnboundPlanError for a plan that was loaded from a file, ArgumentError for a pytree of arrays alone.
+        Raises UnboundPlanError for a plan that was loaded from a file, ArgumentError for a pytree that accepts only
+        arrays.
         """
         if self.bound is None:
             raise UnboundPlanError(
@@ -54,14 +56,14 @@ class _Bound(AnyPlan):
         return unflattened(*arguments, "plan.shardings"), unflattened(*results, "plan.shardings")
 
     def to_html(self, measured: str | os.PathLike[str] | None = None) -> str:
-        """The plan as a web page that stands by itself: what was chosen, what that costs, and what was rejected.
+        """The plan as a self-contained web page: what was chosen, what it costs, and what was rejected.
 
-        `measured` is a file that `train_step.report(...).write(path)` wrote: its steps are shown beside.
+        `measured` is a file that `train_step.report(...).write(path)` wrote: its measured steps are shown as well.
         """
         return page.html(self, page.Measured.load(Path(measured)) if measured else None)
 
     def _repr_html_(self) -> str:
-        """The plan's page in a frame, which is how notebooks show it."""
+        """The plan's page in a frame, as notebooks show it."""
         frame = 'title="plan" style="width:100%;height:48rem;border:0"'
         return f'<iframe {frame} srcdoc="{html.escape(self.to_html())}"></iframe>'
 
@@ -97,9 +99,9 @@ def _fields(plan: AnyPlan, kind: type[passes.plan.Plan | passes.plan.PipelinePla
 
 
 def unflattened(tree: PyTreeDef, leaves: Sequence[Any], what: str) -> Any:
-    """The leaves, which are no arrays, in a function's own pytree.
+    """The leaves, which are not arrays, in a function's own pytree.
 
-    Raises ArgumentError, naming `what` they are, where a node of it takes nothing but arrays.
+    Raises ArgumentError, which says `what` they are, if a node of the pytree accepts only arrays.
     """
     try:
         return jax.tree.unflatten(tree, leaves)
@@ -110,7 +112,7 @@ def unflattened(tree: PyTreeDef, leaves: Sequence[Any], what: str) -> Any:
 
 
 def partition_specs(specs: Sequence[ShardingSpec]) -> tuple[PartitionSpec, ...]:
-    """Each spec as JAX writes it, trailing uncut dimensions left out."""
+    """Each spec as a PartitionSpec, without trailing uncut dimensions."""
     return tuple(map(partition_spec, specs))
 
 
@@ -130,7 +132,7 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
 
 
 def joined_spec(pieces: Sequence[PartitionSpec]) -> PartitionSpec:
-    """The placement of an array whose rows lie in pieces, one after the other, on the stages of a pipeline."""
+    """The placement of an array whose rows are on the stages of a pipeline, one part after the other."""
     if len(pieces) == 1:
         return pieces[0]
     rows, *inner = pieces[0] or (None,)

@@ -33,9 +33,9 @@ from passes.sharding import ShardingSpec, spec_on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A plan with the program that it is of, some of whose arguments are chunks of the caller's (`pieces`).
+    """A plan with the program that it plans; some of the program's arguments are chunks of the caller's (`pieces`).
 
-    If it was `searched` for, there may be another one that needs less memory; `memory_limit` is the user's, in bytes.
+    If it was `searched` for, another plan may need less memory; `memory_limit` is the user's, in bytes.
     """
 
     plan: Plan | PipelinePlan
@@ -52,7 +52,7 @@ def choose(
     source: str,
     processes: Processes | None = None,
 ) -> Chosen:
-    """A plan of the step, which is written at `source`: of several processes, that of the first.
+    """The plan of a step, which is written at `source`; of several processes, that of the first.
 
     Raises PlanningError where there is none.
     """
@@ -69,7 +69,7 @@ def choose(
 
 
 def agree(processes: Processes, step: TracedStep, plan: AnyPlan | None, source: str) -> None:
-    """Raises DisagreementError, on all processes, where they have other programs, constants or plans."""
+    """Raises DisagreementError, on all processes, if their programs, constants or plans differ."""
     items = {
         "the program": step.graph.fingerprint,
         "what it holds constant": digest_of(" ".join(map(digest_of, step.traced.constants))),
@@ -87,7 +87,7 @@ def agree(processes: Processes, step: TracedStep, plan: AnyPlan | None, source: 
 def _together(
     step: TracedStep, cluster: Callable[[], Cluster], settings: Settings, source: str, processes: Processes
 ) -> Planned:
-    """The plan that the first process makes, on all of them; what it raises all raise."""
+    """The plan that the first process makes, on all processes; an error that it raises is raised on all."""
     failures: list[Exception] = []
 
     def made() -> str:
@@ -125,7 +125,7 @@ def _how(planned: Planned) -> Mapping[str, object]:
 
 
 def _warn_of_dtype(graph: Graph, cluster: Cluster, source: str) -> None:
-    """Warns of products in a dtype that a device has no units for."""
+    """Warns of products in a dtype for which a device has no units."""
     for device in {group.device.name: group.device for group in cluster.groups}.values():
         if (slow := slow_dtype(graph, device)) is not None:
             dtype, rate, better, best = slow
@@ -135,7 +135,7 @@ def _warn_of_dtype(graph: Graph, cluster: Cluster, source: str) -> None:
 
 
 def _planned(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
-    """The plan of this process, with a warning where the step should not compute as it does."""
+    """The plan made in this process; warns where the step computes slowly."""
     _warn_of_dtype(step.graph, cluster, source)
     return _cached(step, cluster, settings, source)
 
@@ -154,7 +154,7 @@ def _shardings(plan: AnyPlan, step: TracedStep, traced: Traced) -> tuple[Leaves,
 
 
 def _cached(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -> Planned:
-    """The cached plan of the step, else the planner's, which is then written to the cache."""
+    """The cached plan of the step; otherwise the planner's, which is then written to the cache."""
     if settings.cache is None:
         return _made(step, cluster, settings, source)
     options = {
@@ -174,10 +174,10 @@ def _cached(step: TracedStep, cluster: Cluster, settings: Settings, source: str)
 
 
 def _restored(step: TracedStep, plan: AnyPlan, how: plan_json.Fields) -> Planned | None:
-    """A plan from the cache and the variant of the step that it is of.
+    """A plan from the cache, and the variant of the step that it plans.
 
     None where lines of the source have changed so that the plan cannot name them. Raises PlanningError for a plan of
-    something else.
+    another step.
     """
     restored = step.variant(plan.variant(how.int("stages")))
     plan.check(restored.graph, restored.state_pairs)
@@ -210,7 +210,7 @@ def _made(step: TracedStep, cluster: Cluster, settings: Settings, source: str) -
 
 
 def _planner(settings: Settings, cluster: Cluster) -> Planner:
-    """The planner; where the user names a cluster, a saved plan's placements are counted by the rates of that one.
+    """The planner; if the user names a cluster, the seconds of a saved plan are counted for it.
 
     Raises PlanningError where a saved plan cannot be read or has more devices.
     """
@@ -219,7 +219,7 @@ def _planner(settings: Settings, cluster: Cluster) -> Planner:
 
 
 def _check_pinned(plan: AnyPlan, graph: Graph, state_pairs: StatePairs, source: str) -> None:
-    """Raises PlanMismatchError unless inputs arrive in the plan where the user has placed them."""
+    """Raises PlanMismatchError unless the plan has inputs where the user has placed them."""
     remedy = "leave it out of in_shardings and placed=, or choose a planner that takes it there, such as Auto()"
     (inputs, _), mesh = plan.specs(graph, state_pairs), plan.programs[0].mesh
     for position, placement in graph.pinned.items():

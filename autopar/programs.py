@@ -1,4 +1,4 @@
-"""Compiled plans: one program on a mesh, or the programs of a pipeline."""
+"""The programs of plans on their way to devices: one program on a mesh, or those of a pipeline's stages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ from passes.transforms import stages
 
 Structs = Sequence[jax.ShapeDtypeStruct]
 Tightened = Callable[[int], Lowered | LoweredPipeline]
-"""The program of a plan for as much less memory than the limit as the compiled one needed more, in bytes."""
+"""A function from the bytes by which a compiled program exceeded its plan to the program of a plan of that
+much less.
+"""
 
 
 class Program(Protocol):
@@ -47,15 +49,17 @@ class Program(Protocol):
     def lower(
         self, structs: Structs, statics: tuple[Any, ...], limit: Limit | None, tightened: Tightened | None
     ) -> Lowered | LoweredPipeline:
-        """The program lowered, with what it may need; `tightened` is planned anew if its compiled form needs more."""
+        """The lowered program, with the bytes it may need; `tightened` plans anew if the compiled program
+        needs more.
+        """
         ...
 
     def executable(self) -> Executable | Pipeline | StageStacked:
-        """The executable of the program, compiled when it is called first."""
+        """The executable program, compiled when it is called first."""
         ...
 
     def placements(self) -> list[Sharding]:
-        """The sharding in which each of the caller's flat arguments is read; of a batch, that of its rows."""
+        """The sharding in which each of the caller's flat arguments is read; for a batch, that of its rows."""
         ...
 
     def compiled(self, structs: Structs, *, nested: bool) -> tuple[Executable | Pipeline | StageStacked, int] | None:
@@ -123,7 +127,7 @@ class _PipelineProgram:
         return shardings if self.chosen.pieces is None else placements(self.chosen.pieces, shardings)[0]
 
     def _shardings(self, program: Instructions) -> list[Sharding]:
-        """The shardings of the program's inputs, of which the caller's may be joined."""
+        """The shardings of the program's inputs; the caller's arrays may have several of them joined."""
         traced = self.chosen.traced
         sliced = {feed.argument for feed in program.feeds if feed.slice is not None}
         whole = program.input_shardings(len(traced.graph.inputs), SingleDeviceSharding(self.devices[0]))
@@ -140,13 +144,13 @@ class _PipelineProgram:
         return build(traced, self.plan, cut, self.devices)
 
     def _pipeline(self, program: Instructions, executables: tuple[Any, ...] | None = None) -> Pipeline:
-        """The pipeline on arrays in pieces, compiled."""
+        """The compiled pipeline, which takes stacked arrays in pieces."""
         traced = self.chosen.traced
         rows = {i: traced.graph.types[traced.graph.inputs[i]].shape[1] for i in traced.stacked}
         return load(program, rows, traced.out_tree, traced.weak, executables, self.processes)
 
     def _stage_stacked(self, pipeline: Pipeline) -> Pipeline | StageStacked:
-        """The pipeline on the caller's arrays."""
+        """The compiled pipeline, which takes the caller's arrays."""
         if (pieces := self.chosen.pieces) is None:
             return pipeline
         donation = pieces.donation(pipeline.program.donation)
@@ -155,7 +159,7 @@ class _PipelineProgram:
 
 
 def _rows(sharding: Sharding) -> Sharding:
-    """The sharding of a batch's rows, from that of its microbatches side by side."""
+    """The sharding of a batch's rows, given that of its stacked microbatches."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
@@ -188,7 +192,7 @@ def program_of(
     called: Traced,
     processes: Processes | None,
 ) -> Program:
-    """The program of a plan on these devices, for the step as it is `called`."""
+    """The program of a plan on these devices, for calls as `called` reads them."""
     raise InternalError(f"a {type(plan).__name__} has no program")
 
 

@@ -1,4 +1,4 @@
-"""A report of a compilation: steps taken on copies of its arguments, timed and profiled, beside what was predicted."""
+"""Reports of compiled functions: steps taken on copies of their arguments, timed and profiled, beside predictions."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from passes.page import MeasuredSpan
 from passes.plan import AnyPlan, PipelinePlan
 
 PROFILED = 5
-"""Steps under the profiler, whose events fill memory."""
+"""Steps under the profiler, whose events use memory."""
 
 
 def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf_counter) -> StepReport:
-    """Predicted and measured steps of a compilation, called on flat arguments, which stay the caller's.
+    """A report of predicted and measured steps of a compilation on flat arguments, which stay the caller's.
 
-    The factors are kept beside the plans, where these are; where they cannot be, that is a warning.
+    The factors are kept beside the plans, if plans are kept; if they cannot be written, that is a warning.
     """
     stepper = stepper_of(compilation, leaves)
     plan = compilation.plan()
@@ -67,7 +67,9 @@ def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf
 
 
 def stepper_of(compilation: Compilation, leaves: list[Any]) -> Stepper:
-    """Steps of a compilation from flat arguments, which stay the caller's. Raises PlanningError beyond a limit."""
+    """The steps of a compilation from flat arguments, which stay the caller's. Raises PlanningError beyond a memory
+    limit.
+    """
     run, processes = compilation.ready(leaves), among(compilation.present())
 
     def agreed(seconds: float) -> float:
@@ -90,7 +92,7 @@ def _applied(compilation: Compilation) -> Factors:
 
 
 def _with_profile(compilation: Compilation, stepper: Stepper, result: StepReport, clock: Clock) -> StepReport:
-    """The report with what devices were seen to do; as it is where the profiler sees no operator of theirs."""
+    """The report with the profiled seconds of devices; as it is if the profiler sees none of their operators."""
     devices = compilation.present()
     times: list[Steps] = []
 
@@ -166,7 +168,7 @@ def _transfers(pipeline: Pipeline, stepper: Stepper, plan: PipelinePlan) -> tupl
 
 
 def zeros(compilation: Compilation) -> list[Any]:
-    """Flat arguments of a compilation's types, all zero. Raises ArgumentError for types that are no numbers."""
+    """Flat arguments of a compilation's types, all zero. Raises ArgumentError for types that are not numbers."""
     if any(jax.numpy.issubdtype(struct.dtype, jax.dtypes.extended) for struct in compilation.structs):
         rule = "without arguments, arrays of zeros are stepped, and there are none of its random keys"
         remedy = "pass what the function is called with: report(state, batch)"

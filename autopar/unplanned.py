@@ -1,4 +1,6 @@
-"""A function that no plan can be made for, as under `jax.jit`: the same results, and a warning with the reason."""
+"""Functions for which no plan is possible, run under `jax.jit` instead: the same results, and a warning with the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,10 @@ def unplanned(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Callable[[list[Any]], Any]:
-    """The jitted function, of flat arguments beside the static ones of this call.
+    """The jitted function of flat arguments; the static ones of this call are bound.
 
-    Raises the `reason` where the user has asked for what only a plan gives: a planner, a limit, microbatches.
+    Raises the `reason` itself if the user has asked for something that only a plan has: a planner, a limit,
+    microbatches.
     """
     asked_for = (settings.memory_limit, settings.microbatches, settings.remat, settings.follow)
     if settings.planner != Auto() or any(option is not None for option in asked_for):

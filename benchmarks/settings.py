@@ -60,7 +60,7 @@ _OF_XLA: Mapping[str, str] = {
 
 FIXED: Mapping[str, str] = dict.fromkeys(
     (
-        "inter_op.even_cuts._ROUNDING", "inter_op.search.CLOSE", "intra_op.extract.EQUAL",
+        "layers.even_ranges._ROUNDING", "inter_op.search.CLOSE", "intra_op.extract.EQUAL",
         "intra_op.strategy_filter._ROUNDING", "pipeline.lower_bounds.SLACK", "solver.dominance._ROUNDING",
         "solver.edge_flows._LEG", "solver.elimination._MOST_KEY", "solver.formulation._TOLERANCE",
         "solver.problem.ROUNDING", "solver.problem._EXCESS",

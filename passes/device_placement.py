@@ -1,4 +1,4 @@
-"""Placements by device numbers, as users' meshes of any shape say them, with no mesh of the plan's yet."""
+"""Placements that users write by device numbers, on meshes of their own, before the plan has a mesh."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlacement:
-    """The pieces of an array that each of so many `devices` has, numbered in the order of the user's mesh.
+    """The pieces of an array that each of `devices` devices has, numbered in the order of the user's mesh.
 
-    `dims[d]` are the runs of devices that cut dimension d, none of them joined to the next; None leaves it open.
+    `dims[d]` are the runs of devices that cut dimension d, with no two that could be joined to one; None leaves it
+    open.
     """
 
     devices: int
@@ -21,7 +22,7 @@ class DevicePlacement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is cut, which any mesh allows."""
+        """Whether no dimension is cut, which any mesh allows."""
         return not any(self.dims)
 
     @property
@@ -36,7 +37,9 @@ class DevicePlacement:
 
 
 def joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    """The same pieces by fewest runs: neighbours whose devices follow each other are one, single pieces none."""
+    """The same pieces by the fewest runs: runs whose devices follow each other are joined, and runs of one piece left
+    out.
+    """
     merged: list[tuple[int, int]] = []
     for pieces, stride in runs:
         if pieces == 1:

@@ -1,4 +1,4 @@
-"""Files that appear whole: what was there before is lost to no full disk, and to no signal that ends the process."""
+"""Files written atomically: a full disk or a signal that ends the process never destroys what was there before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector out of the way while much is built that stays."""
+"""A pause of Python's garbage collector while many objects are built that stay."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_gc() -> Generator[None, None, None]:
-    """Without the garbage collector, if it is on.
+    """A context without the garbage collector, which is on again afterwards if it was on before.
 
-    A traced program is hundreds of thousands of objects that stay; the collector would look through them all each time
-    that a quarter as many are made, which is a fifth of the time of tracing and of grouping.
+    A traced program is hundreds of thousands of objects that stay; the collector would look through all of them each
+    time that a quarter as many are made, which is a fifth of the time of tracing and of grouping.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The context of a search: the deadline that its user may set, the callback that hears of progress, and Ctrl-C."""
+"""The context of a search: its deadline, the callback for progress, and interruption by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Deadline:
-    """The time at which a search that was given `seconds` ends, counted from now; None for no time limit.
+    """The time at which a search that may take `seconds` ends, counted from now; None is no time limit.
 
-    Work is what ends a search otherwise: what is found within seconds depends on the machine and what else it does.
+    By default the amount of work ends a search: what is found within seconds depends on the machine and its load.
     """
 
     seconds: float | None = None
@@ -35,7 +35,7 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - time.perf_counter())
 
     def is_over(self) -> bool:
-        """Whether the deadline is past; a caller leaves work out then, which is recorded in `was_met`."""
+        """Whether the deadline has passed; a caller then leaves work out, which is recorded in `was_met`."""
         is_past = self.seconds_left == 0
         self.was_met = self.was_met or is_past
         return is_past
@@ -43,10 +43,10 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The next step of a search: `done` candidates of `total` (None: not known yet) are behind it.
+    """The state of a search at its next step: `done` candidates of `total` (None: not known yet) are behind it.
 
-    `best_seconds` is the predicted step of the best plan so far, None without one; `seconds_left` what is left of a
-    time budget, None where there is none.
+    `best_seconds` is the predicted step of the best plan so far, None without one; `seconds_left` are those until the
+    deadline, None without one.
     """
 
     phase: str
@@ -57,30 +57,30 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
-"""Hears of progress; what it raises ends the search."""
+"""A callback for progress; an exception that it raises ends the search."""
 
 
 def silent(progress: Progress) -> None:
-    """The report that does nothing."""
+    """The callback that does nothing."""
 
 
 Best = Callable[[float | None], float | None]
-"""The whole's best plan in seconds, given that of a part."""
+"""A function from the seconds of a part's best plan to those of the whole's."""
 
 
 @dataclass(slots=True)
 class _Interruption:
-    """Ctrl-C pressed during a search, with all of its parts; None while it was not."""
+    """The Ctrl-C that was pressed during a search, shared by all of its parts; None before."""
 
     cause: KeyboardInterrupt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchContext:
-    """The limits of a search, and its connection to the user: who hears of progress, and whether Ctrl-C was pressed.
+    """The limits of a search, the callback for its progress, and whether its user interrupted it.
 
     From the `deadline` on nothing further is tried once there is a plan. Plans that take `cutoff` seconds a step or
-    more are of no use. If `interruptible`, Ctrl-C ends the search early, and what was found so far is its result.
+    more are of no use. If `interruptible`, Ctrl-C ends the search early, and the result is what was found so far.
     """
 
     report: Report = silent
@@ -95,14 +95,14 @@ class SearchContext:
         return self._interruption.cause is not None
 
     def ending_early(self) -> AbstractContextManager[None, bool]:
-        """A block that Ctrl-C ends, of an interruptible search: the statement after it is the next one.
+        """A context that Ctrl-C leaves, in an interruptible search: the next statement is the one after it.
 
-        What the block has found so far is kept by its variables. Other searches pass the interruption on.
+        Variables keep what was found inside it so far. In other searches the interruption is passed on.
         """
         return _EndingEarly(self._interruption if self.interruptible else None)
 
     def raise_if_interrupted(self) -> None:
-        """Raises the interruption if that ended the search early: for a caller that has nothing to return."""
+        """Raises the interruption if that ended the search early: for callers that have nothing to return."""
         if self._interruption.cause is not None:
             raise self._interruption.cause
 
@@ -114,9 +114,9 @@ class SearchContext:
         return result
 
     def part(self, name: str, *, best: Best, cutoff: float = math.inf) -> Self:
-        """The context of a part of the search: its phases are named behind `name`, with the whole's best plan.
+        """The context of a part of the search: its phases are reported behind `name`, with the best plan of the whole.
 
-        Progress tells the time left until the deadline, too. An interruption ends the part and the whole.
+        Progress also has the time until the deadline. An interruption ends the part and the whole.
         """
 
         def report(progress: Progress) -> None:

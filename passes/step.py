@@ -1,6 +1,6 @@
-"""A step to be planned, and its variants: other programs that compute the same.
+"""Steps to be planned, and their variants: other programs that compute the same.
 
-`Step` is what planners take. `autopar` makes the variants of a traced step; a step that is a graph alone has none.
+`Step` is the input of planners. `autopar` makes the variants of a traced step; a step that is a graph alone has none.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from passes.text import count
 from passes.transforms import Kept, Stages, microbatch_stacks, stages
 
 MOST_CHUNKS = 64
-"""The most chunks that a loop is cut into so that each stage gets one, where its trips do not divide evenly: as many
-as the deepest published pipeline has stages (Narayanan et al. 2021, table 1: 1T). Each is compiled by itself."""
+"""The most chunks that a loop is cut into so that each stage gets one, where its trips do not divide evenly: as many as
+the deepest published pipeline has stages (Narayanan et al. 2021, table 1: 1T). Each is compiled by itself.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A way to compute a step: in so many microbatches (None: as was asked, else one), and what each layer keeps.
+    """A way to compute a step: in `microbatches` (None: those of the user, else one), and with what each layer keeps.
 
-    Nothing `kept` is the step as it was written. A variant for `stages` (none: 0) has a loop over microbatches, be it
-    one, and its loops over layers are cut into chunks, so that each stage can have its own. A `sample` of that has few
-    of the blocks that repeat, if they are no fewer than the stages. Planned with `offload`, the optimizer's state stays
-    in the host's memory between steps.
+    With nothing `kept` it is the step as it was written. A variant for `stages` (0: none) has a loop over microbatches,
+    even for one, and its loops over layers are cut into chunks, so that each stage can have its own. A `sample` of that
+    has few of the blocks that repeat, if they are no fewer than the stages. Planned with `offload`, the optimizer's
+    state is in the host's memory between steps.
     """
 
     microbatches: int | None = None
@@ -39,11 +40,11 @@ class Variant:
 
     @property
     def count(self) -> int:
-        """The number of microbatches, one where nothing is said."""
+        """The number of microbatches; one by default."""
         return self.microbatches or 1
 
     def __str__(self) -> str:
-        """The variant in words, empty for the step as it was written."""
+        """The variant as text, empty for the step as it was written."""
         kinds = tuple(dict.fromkeys(self.kept))
         words = [count(self.count, "microbatch", "microbatches")] if self.count > 1 else []
         words += [f"layers keep {kinds[0]}" if len(kinds) == 1 else "layers keep different things"] if kinds else []
@@ -52,11 +53,11 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """A step that can be planned: a program, its state, and whether each input's room may be taken (`donated`).
+    """A step that can be planned: a program, its state, and whether each input's memory may be reused (`donated`).
 
-    `named` says of each input whether the user calls it a part of the batch; it is empty where nothing is said.
-    `chosen` is the variant that it is, and `left_out` the blocks that a sample lacks. Of what a stage takes from others
-    in microbatches, `rows` has the dimension along which each has its rows, by value.
+    `named` says of each input whether the user calls it a part of the batch; empty if the user names none. `chosen` is
+    the variant that it is, and `left_out` the number of blocks that a sample lacks. `rows` maps values that a stage
+    receives in microbatches to the dimension along which each microbatch has its rows.
     """
 
     graph: Graph
@@ -69,19 +70,23 @@ class Step:
 
     @cached_property
     def batch(self) -> tuple[int, ...]:
-        """The positions of the inputs that are the batch: microbatches, else what the user says or looks like one."""
+        """The positions of the inputs that are the batch: microbatches, else those that the user names or that look
+        like one.
+        """
         if stacks := microbatch_stacks(self.graph):
             return tuple(i for i, value in enumerate(self.graph.inputs) if value in stacks)
         return batch_inputs(self.graph, self.state_pairs, self.named)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The numbers of microbatches that there may be, fewest first; none where there is no batch to be cut."""
+        """The possible numbers of microbatches, fewest first; empty where no batch can be cut."""
         return (self.chosen.microbatches or 1,)
 
     @property
     def layers(self) -> int:
-        """The layers of which it may be chosen what they keep; 0 where that is decided, or nothing to choose."""
+        """The number of layers for which it may be chosen what they keep; 0 if that is decided, or if there
+        are none.
+        """
         return 0
 
     @property
@@ -90,7 +95,7 @@ class Step:
         return False
 
     def parts(self, cut: Stages) -> tuple[Step, ...]:
-        """The stages that it was cut into, each a step of its own."""
+        """The stages that it was cut into, each as a step of its own."""
         return tuple(
             Step(
                 graph=part.graph,
@@ -102,11 +107,11 @@ class Step:
         )
 
     def keeping(self, kept: Kept) -> Step:
-        """The step of which each layer keeps that for its backward pass, in all variants, where that may be chosen."""
+        """The step whose layers keep that for the backward pass, in all variants, where it may be chosen."""
         return self
 
     def variant(self, variant: Variant) -> Step:
-        """The step computed so, whichever variant this is. Raises PlanningError where it has no such variant."""
+        """The step as this variant. Raises PlanningError where it has no such variant."""
         count = variant.microbatches or self.chosen.microbatches
         if replace(variant, microbatches=count, offload=False) == replace(self.chosen, offload=False):
             return self
@@ -117,7 +122,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FusedStep(Step):
-    """A step as devices see it that fuse attention; `written` is the step itself."""
+    """A step as devices compute it that fuse attention; `written` is the step itself."""
 
     written: Step
 
@@ -154,11 +159,11 @@ class FusedStep(Step):
 
 
 def seen_by(step: Step, cluster: Cluster) -> Step:
-    """The step as the cluster's devices compute it: they may fuse what it writes out."""
+    """The step as the cluster's devices compute it: with attention fused, if they do that."""
     fuses = all(group.device.fuses_attention for group in cluster.groups)
     return FusedStep.of(step) if fuses and not isinstance(step, FusedStep) else step
 
 
 def as_written(step: Step) -> Step:
-    """The step as it was written, whatever saw it."""
+    """The step as it was written, of whatever `seen_by` made of it."""
     return step.written if isinstance(step, FusedStep) else step

@@ -1,7 +1,7 @@
-"""The user's pytree on disk, by Orbax: each process writes and reads the shards of its own devices.
+"""The arrays of a checkpoint on disk, by Orbax: each process writes and reads the shards of its own devices.
 
-Orbax takes arrays of which every process has a part. A pipeline's lie on the devices of some alone, so that leaves are
-handed over as `Shards`: what a process has of an array, be it nothing.
+Orbax takes arrays of which every process has a part. A pipeline's arrays are on the devices of some processes alone, so
+leaves are handed over as `Shards`: what a process has of an array, which may be nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.distributed import Memory, Processes, nowhere
 from autopar.errors import ArgumentError, explain
 
 SECONDS = 1200
-"""So long a process waits for the others to write."""
+"""Seconds that a process waits for the others to write."""
 
 
 def orbax() -> Any:
@@ -38,7 +38,7 @@ def orbax() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Absent:
-    """A shard of this type that is another process's to write."""
+    """A shard of this type that another process writes."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -62,14 +62,14 @@ class _Shard:
 
     @functools.cached_property
     def data(self) -> Any:
-        """The contents as an array of JAX's, made for who asks first: it takes as long as half the copy."""
+        """The contents as a JAX array, made when it is first asked for: that takes as long as half the copy."""
         return self.contents if self.device is None else jax.device_put(self.contents, self.device)
 
 
 class Shards:
-    """The pieces that this process writes of an array, with the names that Orbax reads of one.
+    """The shards that this process writes of an array, with the attributes that Orbax reads of one.
 
-    On CPUs, where Orbax would read them in place, they are copies: the next step may have the array's own buffers.
+    On CPUs, where Orbax would read them in place, they are copies: the next step may reuse the array's own buffers.
     """
 
     def __init__(self, array: jax.Array, memory: Memory) -> None:
@@ -126,12 +126,12 @@ class Arrays:
         return cls(checkpointer, handler)
 
     def save(self, folder: Path, state: Any) -> None:
-        """Begins to write a pytree of what `written` gives; its arrays are read before this returns."""
+        """Begins to write a pytree of the results of `written`; its arrays have been read when this returns."""
         if jax.tree.leaves(state):  # Orbax refuses to write nothing
             self.checkpointer.save(folder, args=orbax().args.PyTreeSave(state), force=True)
 
     def restore(self, folder: Path, like: Any) -> Any:
-        """The pytree of arrays in a folder, each in the sharding of the leaf of `like` at its place."""
+        """The pytree of arrays in a folder, each in the sharding of the corresponding leaf of `like`."""
         from etils import epath  # Orbax's own paths
 
         ocp = orbax()
@@ -158,13 +158,12 @@ class Arrays:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed key, or many."""
+    """Whether a leaf is a typed PRNG key, or an array of them."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def check_leaf(path: str, leaf: Any) -> None:
-    """Raises ArgumentError for a leaf of a state, at this path, that is neither an array of numbers, number nor key,
-    or is not there."""
+    """Raises ArgumentError unless the leaf at this path is an array of numbers, a number or a key, and not deleted."""
     kind = f"a {type(leaf).__name__}"
     if jax_compat.is_traced(leaf):
         rule, remedy = (
@@ -190,7 +189,7 @@ def check_leaf(path: str, leaf: Any) -> None:
 
 
 def check_paths(paths: Sequence[Any]) -> None:
-    """Raises ArgumentError for two leaves that Orbax would write in one place: it has a dot between any two keys."""
+    """Raises ArgumentError if two leaves have paths that Orbax would write in one place: it joins keys with dots."""
     written = dict[str, str]()
     for path in paths:
         name, mine = jax.tree_util.keystr(path, simple=True, separator="."), jax.tree_util.keystr(path)
@@ -200,7 +199,7 @@ def check_paths(paths: Sequence[Any]) -> None:
 
 
 def _is_stored(dtype: Any) -> bool:
-    """Whether there are files of this dtype; those of the other order of bytes are not."""
+    """Whether Orbax stores this dtype; it does not if the byte order is not the machine's."""
     import tensorstore  # Orbax's own files
 
     try:
@@ -211,7 +210,7 @@ def _is_stored(dtype: Any) -> bool:
 
 
 def words(leaf: Any) -> Any:
-    """A leaf as plain numbers: keys as their words."""
+    """A leaf as plain numbers: keys as the words that they consist of."""
     if not is_key(leaf):
         return leaf
     if leaf.is_fully_addressable or leaf.addressable_shards:
@@ -225,21 +224,21 @@ def _type_of_words(leaf: Any) -> Any:
 
 
 def written(leaf: Any, is_global: bool, memory: Memory) -> Shards | np.ndarray | None:
-    """A leaf as Orbax is given it, which takes no empty array; on CPUs in this memory, as plain numbers in its own."""
+    """A leaf as it is given to Orbax: on CPUs as a copy in this memory, as plain numbers, and never empty."""
     if np.size(leaf) == 0:
         return None
     return Shards(words(leaf), memory) if is_global else np.array(words(leaf))
 
 
 def _target(leaf: Any) -> tuple[tuple[int, ...], Any, Sharding]:
-    """The shape, dtype and sharding of the words of a leaf."""
+    """The shape, dtype and sharding of a leaf's words."""
     struct = _type_of_words(leaf) if is_key(leaf) else leaf
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
     return np.shape(struct), np.asarray(struct).dtype if np.isscalar(struct) else struct.dtype, sharding
 
 
 def _restored(array: Any, leaf: Any) -> Any:
-    """An array as what its leaf is: an array, a NumPy array or a scalar of its, keys or a number."""
+    """An array as the kind of its leaf: a JAX or NumPy array or scalar, keys or a number."""
     if is_key(leaf):
         return jax.random.wrap_key_data(array, impl=jax_compat.key_implementation(leaf.dtype))
     if isinstance(leaf, bool | int | float | complex):
@@ -250,7 +249,7 @@ def _restored(array: Any, leaf: Any) -> Any:
 
 
 def _empty(leaf: Any, shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> Any:
-    """An array of no elements, or of none here."""
+    """An array without elements, or one of which this process has none."""
     if isinstance(leaf, np.ndarray):
         return np.zeros(shape, dtype)
     if not sharding.addressable_devices:

@@ -1,4 +1,4 @@
-"""Work that lets what computes steps go first on the host's processors."""
+"""Work that runs in the background with the lowest priority, so that steps are not slowed down."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _BEGUN: set[Future[None]] = set()
 
 
 def begun(work: Callable[..., None], *args: Any) -> Future[None]:
-    """Work of these arguments that has begun, or waits for what was given before; for `awaited`."""
+    """A future of `work(*args)`, which begins once earlier work is done; `awaited` waits for it."""
     future = _background().submit(work, *args)
     _BEGUN.add(future)
     return future
 
 
 def awaited(work: Future[None]) -> BaseException | None:
-    """The error with which work ended, once it has; None where there is none."""
+    """The error with which the work ended, after waiting for it; None where there is none."""
     error = work.exception()
     _BEGUN.discard(work)
     return error
@@ -30,12 +30,13 @@ def awaited(work: Future[None]) -> BaseException | None:
 
 @functools.cache
 def _background() -> ThreadPoolExecutor:
-    """The one thread that runs where no other one wants to, as do those it starts; work is done in order.
+    """The thread of background work, done in order: it runs where no other thread wants to, as do threads that it
+    starts.
 
-    On Linux its policy is SCHED_IDLE: with the least priority of the usual one it made steps beside it 3 % longer
-    (`benchmarks.saving`). Where nothing is ever idle the next save waits for it, and while it waits no step runs.
+    On Linux its policy is SCHED_IDLE: with the lowest usual priority it made steps beside it 3 % longer
+    (`benchmarks.saving`). Where no processor is ever idle the next save waits for it, and meanwhile no step runs.
 
-    What it has been given is done before the program ends, and errors that nobody has awaited are printed. `atexit`
+    Work that was begun is finished before the program ends, and errors that nobody has awaited are printed. `atexit`
     would be too late for that: by then Python lets no library start threads, and Orbax does.
     """
     executor = ThreadPoolExecutor(1, "autopar background", _give_way)

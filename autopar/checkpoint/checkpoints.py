@@ -1,4 +1,4 @@
-"""Checkpoints of a training run in a folder that all its processes see."""
+"""Checkpoints of a training run in a folder that all its processes share."""
 
 from __future__ import annotations
 
@@ -35,26 +35,27 @@ from autopar.jax_compat import PyTreeDef
 from passes.plan import AnyPlan, plan_from_json
 
 KEEP = 3
-"""Checkpoints that stay: the last may turn out to be damaged."""
+"""The number of checkpoints that are kept: the last may turn out to be damaged."""
 
 _MEMORY = Memory(most_nbytes=math.inf)
-"""What the states of CPUs are copied to: as large as one of them from the first save on."""
+"""Buffers for copies of states on CPUs, as large as one state from the first save on."""
 
 _DISPATCH_SECONDS = 0.02
-"""The time that the next step has to be dispatched before a save is written: Python runs one of the two at a time and
-changes every 5 ms (`sys.getswitchinterval`), so that dispatching, which gives way a few times, takes 0.6 ms or 9."""
+"""Seconds that the next step has to be dispatched before a save is written: Python runs one thread at a time and
+switches every 5 ms (`sys.getswitchinterval`), so that dispatching, which gives way a few times, takes 0.6 ms or 9.
+"""
 
 _RESUMED: ContextVar[str] = ContextVar("autopar folder to resume in", default="")
 
 
 def resumed_in(folder: str) -> None:
-    """Makes a folder that of `Checkpoints()`, for the script that runs in this context."""
+    """Makes a folder the default of `Checkpoints()`, for a script that runs inside this context."""
     _RESUMED.set(folder)
 
 
 @functools.cache
 def _terminated() -> threading.Event:
-    """The arrival of SIGTERM, which from now on does nothing else."""
+    """An event that is set when SIGTERM arrives, which from now on has no other effect."""
     arrived = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: arrived.set())
     return arrived
@@ -72,10 +73,11 @@ class Saved:
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, of which the last `keep` good ones stay; by default that of `autopar run --resume`.
+    """The checkpoints in `folder`, of which the last `keep` good ones are kept; by default the folder of `autopar run
+    --resume`.
 
-    The one that was saved last stays as well, even where `keep` later steps have one. All processes of a program make
-    the same calls in the same order.
+    The one that was saved last is kept as well, even if `keep` later steps have one. All processes of a program must
+    make the same calls in the same order.
     """
 
     def __init__(self, folder: str | Path | None = None, *, keep: int = KEEP) -> None:
@@ -94,7 +96,7 @@ class Checkpoints:
         self._shared = ""  # the name under which the processes have told each other of the last save
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, the last one first; some may be damaged or unfinished."""
+        """The steps that have a checkpoint, the last one first; some may be damaged or unfinished."""
         return self._folder.steps()
 
     def save(
@@ -146,9 +148,9 @@ class Checkpoints:
             read.wait()
 
     def preempted(self, step: int) -> bool:
-        """Whether to save and leave now: a process has been sent SIGTERM, and all have come to this step.
+        """Whether to save and leave now: a process has received SIGTERM, and all have come to this step.
 
-        All processes ask at each step, and are told so at the same one.
+        All processes ask at each step, and get the answer True at the same one.
         """
         if self._processes:
             return multihost_utils.reached_preemption_sync_point(step)
@@ -163,10 +165,10 @@ class Checkpoints:
     def restore(self, like: Any) -> Saved | None:
         """The last good checkpoint, with arrays in the shardings of `like`; None where there is none at all.
 
-        `like` is a state of the same pytree and types, of arrays or `jax.ShapeDtypeStruct`s, as
+        `like` is a state of the same pytree and types, made of arrays or `jax.ShapeDtypeStruct`s, as
         `train_step.init(...)` makes it. A checkpoint that is unfinished, truncated, corrupted or of another program is
-        refused with a warning that names it and the reason, and the one before it is used. Raises CheckpointError
-        where there are some, and all are damaged or of other programs.
+        skipped with a warning that names it and the reason, and the one before it is used. Raises CheckpointError if
+        there are some, and none can be used.
         """
         self.wait()
         refused: list[str] = []
@@ -202,7 +204,7 @@ class Checkpoints:
     def _write(
         self, manifest: Manifest, copies: Sequence[Any], tree: PyTreeDef, name: str, read: threading.Event
     ) -> None:
-        """Makes a checkpoint, in the background; `read` is set as soon as nothing is read on devices any more."""
+        """Writes a checkpoint, in the background; `read` is set as soon as no more is read from devices."""
         arrays, folder, processes = self._orbax(), self._folder.of(manifest.step), self._processes
         if _are_copied(copies):
             time.sleep(_DISPATCH_SECONDS)
@@ -229,7 +231,7 @@ class Checkpoints:
             processes.shared(f"{name}/done", processes.ranks[0])
 
     def _candidates(self) -> list[tuple[int, str, bool]]:
-        """The steps to try, the last one first, with why each is refused, if it is, and whether it is unfinished."""
+        """(step, reason it is no checkpoint or empty, whether it is unfinished), the last step first."""
         processes, listed = self._processes, lambda: json.dumps(self._folder.candidates())
         return json.loads(processes.broadcast("the checkpoints", listed) if processes else listed())
 
@@ -259,7 +261,7 @@ class Checkpoints:
         return Saved(step=step, state=state, position=position, rng=rng, plan=plan)
 
     def _of_all(self, topic: str, fields: Any) -> list[Any]:
-        """The fields that each process gives, as JSON has them, by rank."""
+        """The fields that each process gives, as JSON data, by rank."""
         text = json.dumps(fields)
         return [json.loads(text) for text in (self._processes.gather(topic, text) if self._processes else [text])]
 
@@ -275,7 +277,7 @@ def _written_by(write: Callable[..., None], folder: Path, *args: Any) -> None:
 
 
 def _behind(folder: Path, step: int, later: Sequence[int]) -> str:
-    """The warning about a step that is saved behind these later ones."""
+    """The warning about a step that is saved while there are checkpoints of these later ones."""
     steps = ", ".join(map(str, later))
     rule = f"{folder} has checkpoints of later steps ({steps}), of which restore gives the last good one"
     remedy = "to go on from this one, delete the later ones, or choose another folder for this run"
@@ -298,13 +300,15 @@ def _flattened(state: Any) -> tuple[list[str], list[Any]]:
 
 
 def _sum(leaf: Any, is_global: bool) -> int:
-    """The sum, for the digest, over what this process answers for of a leaf."""
+    """The sum for the digest over the parts of a leaf that this process accounts for."""
     plain = words(leaf) if is_global else np.array(words(leaf))
     return partial_sum(pieces_of(plain, is_global=is_global), np.shape(plain))
 
 
 def _gathered(processes: Processes, name: str, sums: list[int]) -> list[list[int]]:
-    """The sums of all processes, exchanged under a name while the main threads talk of other things."""
+    """The sums of all processes, exchanged under a name of their own, as main threads exchange other things
+    meanwhile.
+    """
     processes.share(f"{name}/{processes.rank}", json.dumps(sums))
     if not processes.leads:
         return []
@@ -312,7 +316,7 @@ def _gathered(processes: Processes, name: str, sums: list[int]) -> list[list[int
 
 
 def _check_types(manifest: Manifest, like: Any) -> None:
-    """Raises RefusedError for a state of other arrays."""
+    """Raises RefusedError for a state whose arrays have other paths or types."""
     paths, leaves = _flattened(like)
     expected = {path: (tuple(np.shape(leaf)), _dtype_name(leaf)) for path, leaf in zip(paths, leaves, strict=True)}
     present = {path: (leaf.shape, leaf.dtype) for path, leaf in manifest.leaves.items()}
@@ -325,7 +329,7 @@ def _check_types(manifest: Manifest, like: Any) -> None:
 
 
 def _are_copied(copies: Sequence[Any]) -> bool:
-    """Whether nothing is read on devices any more."""
+    """Whether nothing is read from devices any more."""
     return all(copy.is_copied for copy in copies if isinstance(copy, Shards))
 
 
@@ -337,9 +341,10 @@ def _digested(manifest: Manifest, of_all: Sequence[Sequence[int]]) -> dict[str, 
 
 
 def _difference(manifest: Manifest, paths: Sequence[str], of_all: Sequence[Sequence[int]]) -> str:
-    """The first leaf whose contents, by the sums of all processes, are not what was saved; empty if there is none.
+    """The first leaf whose contents, by the sums of all processes, are not those that were saved; empty if there is
+    none.
 
-    `paths` are in the order of the sums; on the page they are sorted, which is the order of no pytree but dicts.
+    `paths` are in the order of the sums; in the manifest they are sorted, which is the order of no pytree but dicts.
     """
     for path, column in zip(paths, zip(*of_all, strict=True), strict=True):
         if (present := digest(column)) != manifest.leaves[path].digest:
@@ -348,7 +353,7 @@ def _difference(manifest: Manifest, paths: Sequence[str], of_all: Sequence[Seque
 
 
 def _both_ends(text: str) -> str:
-    """A text on one line, a long one without its middle: Orbax's end with the system's reason."""
+    """A text on one line; a long one without its middle, as Orbax puts the system's reason at the end."""
     text = " ".join(text.split())
     return text if len(text) < 300 else f"{text[:120]} ... {text[-160:]}"
 

@@ -1,4 +1,4 @@
-"""Digests of arrays that do not depend on how these are cut: a sum over elements, each mixed with its place."""
+"""Digests of arrays that do not depend on how arrays are sharded: a sum over elements, each mixed with its index."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import jax
 import numpy as np
 
 _CHUNK = 1 << 15
-"""Elements that are mixed at once: their numbers, 256 KiB, stay in a core's cache, and NumPy's calls are few."""
+"""Elements that are mixed at once: their numbers, 256 KiB, stay in a core's cache, while NumPy is called only a few
+times.
+"""
 
 # Odd, so that multiplying by them loses nothing.
 _VALUE, _PLACE, _MIX = map(np.uint64, (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93))
 _SHIFT = np.uint64(32)
 
 Piece = tuple[tuple[int, ...], np.ndarray]
-"""A part of an array in the host's memory, with the place where it begins."""
+"""A part of an array in the host's memory, with the index at which it begins."""
 
 
 def pieces_of(leaf: Any, *, is_global: bool) -> list[Piece]:
-    """The parts of a leaf that this process answers for.
+    """The parts of a leaf that this process accounts for.
 
-    Of equal shards of a global array one process has the one that counts; what every process has whole counts on the
-    first.
+    Of equal shards of a global array, one process accounts for each; the first process accounts for what every process
+    has whole.
     """
     if not is_global:
         array = np.asarray(leaf)
@@ -61,7 +63,7 @@ def digest(sums: Iterable[int]) -> str:
 
 
 def _chunks(start: Sequence[int], part: np.ndarray, shape: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Places in the whole array, mixed, and bits of the elements, some at a time: arrays that may be written to."""
+    """(mixed indices in the whole array, bits of the elements), in chunks: both may be written to."""
     if part.size == 0:
         return
     columns = part.shape[-1] if part.ndim else 1
@@ -80,7 +82,7 @@ def _chunks(start: Sequence[int], part: np.ndarray, shape: Sequence[int]) -> Ite
 
 
 def _bits(values: np.ndarray) -> np.ndarray:
-    """The bits of elements as 64-bit numbers; of wider elements their halves, mixed."""
+    """The bits of elements as 64-bit numbers; halves of wider elements are mixed."""
     size = values.dtype.itemsize
     if size == 16:
         halves = np.ascontiguousarray(values).view(np.uint64).reshape(*values.shape, 2)

@@ -11,7 +11,7 @@ from autopar.checkpoint.manifest import DRAFT, NAME, Manifest, RefusedError
 from autopar.errors import ArgumentError, explain
 
 _BEFORE = ".before"
-"""What is behind the name of a checkpoint's folder while its step is saved anew, and where that was not finished."""
+"""The suffix of a checkpoint's folder while its step is saved anew, which stays if that was not finished."""
 
 _NAME = re.compile(rf"step-(\d{{8,}})(?:{re.escape(_BEFORE)})?")
 
@@ -27,7 +27,7 @@ class Folder:
         return self.path / f"step-{step:08d}"
 
     def place(self, step: int) -> Path:
-        """The folder in which a step's checkpoint is: the one from before until the step is saved anew."""
+        """The folder that has a step's checkpoint: the earlier one until the step has been saved anew."""
         folder, before = self.of(step), self._before(step)
         return before if before.is_dir() and not folder.joinpath(NAME).exists() else folder
 
@@ -38,7 +38,7 @@ class Folder:
         return sorted({int(name[1]) for name in names if name}, reverse=True)
 
     def reason(self, step: int) -> str:
-        """The reason why the folder of a step is no checkpoint; empty if it is one, as far as its page says."""
+        """The reason why the folder of a step is no checkpoint; empty if it is one, as far as its manifest says."""
         try:
             Manifest.read(self.place(step))
         except RefusedError as error:
@@ -46,21 +46,23 @@ class Folder:
         return ""
 
     def is_unfinished(self, step: int) -> bool:
-        """Whether a step is one that a run began to write, or to delete, and did not come to the end of."""
+        """Whether a run began to write or delete a step, and did not finish."""
         names = {path.name for path in self.place(step).iterdir()}
         return NAME not in names and (DRAFT in names or not names)
 
     def candidates(self) -> list[tuple[int, str, bool]]:
-        """The steps, the last one first, with why each is no checkpoint, if so, and whether it is unfinished."""
+        """(step, reason it is no checkpoint or empty, whether it is unfinished), the last step first."""
         return [(step, self.reason(step), self.is_unfinished(step)) for step in self.steps()]
 
     def is_foreign(self, step: int) -> bool:
-        """Whether what is in the folder of a step was not written as a checkpoint: no page, and no draft of one."""
+        """Whether the contents of a step's folder were not written as a checkpoint: it has no manifest, nor a draft of
+        one.
+        """
         folder = self.place(step)
         return folder.is_dir() and not self.is_unfinished(step) and not folder.joinpath(NAME).exists()
 
     def check_free(self, step: int) -> None:
-        """Raises ArgumentError where the folder of a step has other contents than a checkpoint's."""
+        """Raises ArgumentError if the folder of a step has other contents than a checkpoint's."""
         if self.is_foreign(step):
             rule = f"{self.of(step)} is not empty, and has neither {NAME} nor {DRAFT}, as checkpoints have"
             remedy = "move it away, or choose another folder for the checkpoints"
@@ -71,10 +73,10 @@ class Folder:
         return [other for other in self.steps() if other > step and not self.reason(other)]
 
     def begin(self, step: int) -> None:
-        """Empties the folder of a step, which is unfinished from here on: half of a checkpoint is none.
+        """Empties the folder of a step, which is unfinished until its manifest is written.
 
-        A good one that is there goes aside, and what runs left unfinished goes: it may be what fills the disk. Raises
-        ArgumentError where the folder has other contents than a checkpoint's.
+        A good checkpoint that is there is put aside, and whatever runs left unfinished is deleted: that may be what
+        fills the disk. Raises ArgumentError if the folder has other contents than a checkpoint's.
         """
         self.check_free(step)
         for other in self.steps():
@@ -88,14 +90,14 @@ class Folder:
         _empty(folder)
 
     def delete(self, step: int) -> None:
-        """Deletes what there is of a step."""
+        """Deletes the checkpoint of a step, whatever state it is in."""
         _delete(self._before(step))
         _delete(self.of(step))
 
     def prune(self, keep: int, saved: int) -> None:
-        """Deletes all but the last `keep` checkpoints and that of step `saved`, with what a run left unfinished.
+        """Deletes all but the last `keep` checkpoints and that of step `saved`, and whatever a run left unfinished.
 
-        What is later than all good ones stays, as do folders that are no checkpoints.
+        Folders that are later than all good checkpoints stay, as do those that are no checkpoints.
         """
         _delete(self._before(saved))
         good = 0
@@ -111,7 +113,7 @@ class Folder:
 
 
 def _empty(folder: Path) -> None:
-    """Leaves nothing but a draft of the page in a folder."""
+    """Deletes everything in a folder but a draft of the manifest."""
     folder.joinpath(DRAFT).touch()
     folder.joinpath(NAME).unlink(missing_ok=True)
     for path in folder.iterdir():

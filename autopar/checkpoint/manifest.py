@@ -1,4 +1,4 @@
-"""The page that makes a checkpoint one: it is written last, and says what the checkpoint has to be."""
+"""The manifest of a checkpoint: it is written last, and says what the checkpoint must contain."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autopar.distributed import digest_of
 from autopar.errors import PlanningError
 
 NAME, DRAFT, STATE = "autopar.json", "autopar.json.draft", "state"
-"""The page, what is there in its place while a checkpoint is written, and the folder with the arrays."""
+"""The manifest, its draft while a checkpoint is written, and the folder with the arrays."""
 
 FORMAT = "autopar checkpoint 1"
 
 
 class CheckpointError(PlanningError, RuntimeError):
-    """A checkpoint that cannot be written, or none that can be read."""
+    """The error of a checkpoint that cannot be written, or where none can be read."""
 
     page = "how-to/checkpoints"
 
@@ -39,7 +39,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The contents of the page: the arrays by their paths, the files with their bytes, and what lies beside."""
+    """The contents of a manifest: arrays by their paths, files with their bytes, and what is saved beside them."""
 
     step: int
     leaves: Mapping[str, Leaf]
@@ -49,7 +49,7 @@ class Manifest:
     plan: Any = None
 
     def write(self, folder: Path) -> None:
-        """Makes the folder a checkpoint, at once or not at all."""
+        """Makes the folder a checkpoint, atomically."""
         content = json.dumps(asdict(self), sort_keys=True)
         text = json.dumps({"format": FORMAT, "digest": digest_of(content), "checkpoint": json.loads(content)})
         draft = folder / DRAFT
@@ -61,7 +61,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The page of a folder whose files are there. Raises RefusedError, with the reason, for no checkpoint."""
+        """The manifest of a folder whose files are all there. Raises RefusedError, with the reason, if it is no
+        checkpoint.
+        """
         try:
             text = (folder / NAME).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -93,6 +95,6 @@ class Manifest:
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    """The bytes of each file of the arrays."""
+    """The bytes of each file of the arrays, by name."""
     state = folder / STATE
     return {str(path.relative_to(state)): path.stat().st_size for path in sorted(state.rglob("*")) if path.is_file()}

@@ -1,4 +1,4 @@
-"""The plain data that is saved beside a state, and read back: the step's number, where the data goes on, a key."""
+"""The plain data that is saved beside a state, and read back: the step's number, the position in the data, a key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from autopar.errors import ArgumentError, explain
 
 
 def whole_number(step: Any) -> int:
-    """The number of a step, which may be an array's one element. Raises ArgumentError unless it is whole, from 0."""
+    """The number of a step, which may be an array of one element. Raises ArgumentError unless it is a whole number from
+    0.
+    """
     try:
         number = operator.index(step)
     except TypeError:
@@ -29,7 +31,7 @@ def whole_number(step: Any) -> int:
 
 
 def encoded(position: Any) -> Any:
-    """Plain data as JSON has it. Raises ArgumentError for anything else."""
+    """Plain data as JSON. Raises ArgumentError for anything else."""
     if isinstance(position, bytes):
         return {"bytes": base64.b64encode(position).decode()}
     try:
@@ -42,7 +44,7 @@ def encoded(position: Any) -> Any:
 
 
 def _other_keys(data: Any) -> list[Any]:
-    """The keys in plain data that are no texts: as JSON they would become some."""
+    """The keys in plain data that are not text: JSON would turn them into text."""
     if isinstance(data, dict):
         return [key for key in data if not isinstance(key, str)] or _other_keys(list(data.values()))
     return [key for each in data for key in _other_keys(each)] if isinstance(data, list | tuple) else []

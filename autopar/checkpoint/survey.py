@@ -1,4 +1,4 @@
-"""The places of a state's leaves, which the processes tell each other once."""
+"""The places of a state's leaves, which the processes exchange once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.distributed import Processes
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The knowledge that these processes, or this one alone, have of the leaves of states."""
+    """The places of the leaves of states, as these processes, or this one alone, have exchanged them."""
 
     processes: Processes | None = None
     known: dict[Hashable, tuple[bool, ...]] = field(default_factory=dict)
@@ -33,5 +33,5 @@ class Survey:
 
 
 def _place(sharding: Sharding) -> str:
-    """The devices of an array and how it lies on them, in words."""
+    """The devices of an array and its layout on them, as text."""
     return f"{sorted(device.id for device in sharding.device_set)} {sharding}"

@@ -1,13 +1,13 @@
 """The collectives of a compiled executable, read from its optimized HLO text.
 
-What a plan promises is checked against what XLA emits: `collectives(compiled.as_text(), axes, sizes)` names each
-tensor that crosses devices with its kind, mesh axes, local shape and how often it runs. Compile with `UNCOMBINED`, or
-XLA's CPU backend merges unrelated all-reduces; it also widens what its transport cannot carry (bfloat16 becomes
-float32, float8 float16, int4 int8), and that is what its HLO, hence `dtype` and `nbytes`, say.
+They are compared with those of a plan: `collectives(compiled.as_text(), axes, sizes)` lists each tensor that crosses
+devices with its kind, mesh axes, local shape and how often it runs. Compile with `UNCOMBINED`, or XLA's CPU backend
+merges unrelated all-reduces; it also widens what its transport cannot carry (bfloat16 becomes float32, float8 float16,
+int4 int8), and `dtype` and `nbytes` are those of the HLO.
 
 Device ids in HLO are positions in the executable's device assignment, so a mesh is a row-major grid over them whatever
-the physical order. Checked on the text of jaxlib 0.10.2 and 0.11.2, which between them write
-replica groups in three syntaxes.
+the physical order. Checked on the text of jaxlib 0.10.2 and 0.11.2, which between them write replica groups in three
+syntaxes.
 
 Reference: XLA, `ToString` in `xla/hlo/ir/mesh_and_axis.cc` and `replica_group.cc`.
 """
@@ -42,7 +42,7 @@ again at all. Jaxlib 0.11 keeps them by itself. `test_what_is_recomputed_is_ther
 
 
 def compiler_options(platform: str, user_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """XLA's options for a planned program on a platform, with those of the user (`user_options`) added."""
+    """XLA's options for a planned program on a platform, with the user's own (`user_options`) added."""
     options = dict(user_options or {})
     if platform == "cpu":
         passes = (options.get("xla_disable_hlo_passes"), BARRIERS_KEPT["xla_disable_hlo_passes"])
@@ -67,7 +67,7 @@ _OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 _CALLEES = re.compile(r"(?:body|condition|to_apply|calls|_computations?)=(?:\{([^}]*)\}|%?([\w.\-]+))")
 
 _CHAIN = re.compile(r'frontend_attributes=\{[^}]*chain_id="(\d+)"')
-"""The number of a collective that XLA:TPU runs in pieces, each of which names it."""
+"""The number of a collective that XLA:TPU runs in pieces, which each piece has."""
 
 _SCATTER = re.compile(r"%?all-reduce-scatter[\w.]* \(.*\) -> (\w+\[[\d,]*\]\S*) \{")
 """The header of a computation that XLA:TPU made of a reduce-scatter."""
@@ -140,7 +140,7 @@ def collectives(hlo_text: str, axes: tuple[str, ...], sizes: tuple[int, ...]) ->
 
 
 def _scattered(tensor: HloCollective, header: str) -> HloCollective:
-    """The tensor, as a reduce-scatter's where the computation under this header sums it and keeps a part."""
+    """The tensor; as a reduce-scatter's where the computation with this header sums it and keeps a part."""
     scatter = _SCATTER.match(header)
     if not scatter or tensor.kind != "all_reduce":
         return tensor
@@ -149,7 +149,7 @@ def _scattered(tensor: HloCollective, header: str) -> HloCollective:
 
 
 def instructions(hlo_text: str) -> Iterator[tuple[str, int]]:
-    """Every line of a computation, with how often the computation runs in one call."""
+    """(line, number of times it runs in one call) of every instruction of a computation."""
     lines = hlo_text.split("\n")
     executions = _executions(_scan(lines)[1])
     computation = ""
@@ -163,8 +163,8 @@ def instructions(hlo_text: str) -> Iterator[tuple[str, int]]:
 def _scan(
     lines: Sequence[str],
 ) -> tuple[list[tuple[tuple[str, str], str]], Mapping[str, list[tuple[str, int]]]]:
-    """Each line that mentions a collective, with its computation's name and header, and each computation's (caller,
-    trip count)s.
+    """(line, computation, header) of each line with a collective, and the (caller, trip count) pairs of each
+    computation.
     """
     mentions: list[tuple[tuple[str, str], str]] = []
     callers: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
@@ -198,7 +198,9 @@ def _executions(callers: Mapping[str, list[tuple[str, int]]]) -> Callable[[str],
 def _read(
     line: str, axes: tuple[str, ...], sizes: tuple[int, ...], count: int, sources: Mapping[str, str]
 ) -> list[HloCollective]:
-    """The tensors that the collective on `line` sends; none if it only names one, ends one or stays on one device."""
+    """The tensors that the collective on `line` sends; none if the line only names or ends one, or if nothing leaves a
+    device.
+    """
     try:
         result, opcode, attributes, metadata = _split(line)
         if not _MENTION.match(f" {opcode}(") or opcode.endswith(("-done", "-update")):

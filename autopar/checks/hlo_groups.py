@@ -1,4 +1,4 @@
-"""The devices that take part in a collective: replica groups of HLO as axes of a mesh."""
+"""The mesh axes of a collective, from the replica groups of its HLO."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def participants(kind: str, attributes: str) -> str:
 
 @lru_cache(maxsize=4096)
 def spanned_axes(who: str, axes: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[str, ...]:
-    """The axes along which a collective's devices differ; `UNKNOWN` if they are no grid along axes of this mesh."""
+    """The axes along which a collective's devices differ; `UNKNOWN` if its groups are not along axes of this mesh."""
     n_devices = math.prod(sizes)
     if pairs := _PAIRS.fullmatch(who):
         groups = _nested(pairs[1])

@@ -19,7 +19,7 @@ COLLECTIVES = {
 }
 
 AROUND = ("while", "conditional", "call")
-"""Opcodes of instructions whose time is that of others, which are named beside them."""
+"""Opcodes of instructions whose time is that of others, which profiles list beside them."""
 
 
 def opcodes(hlo_texts: Iterable[str]) -> dict[tuple[str, str], str]:
@@ -36,7 +36,9 @@ def opcodes(hlo_texts: Iterable[str]) -> dict[tuple[str, str], str]:
 
 
 def kind_of(opcode: str) -> str:
-    """The kind of an opcode, or of an instruction that is named like one: a collective's, `around`, else `compute`."""
+    """The kind of an opcode, or of an instruction named after one: that of a collective, `around`, or else
+    `compute`.
+    """
     base = re.sub(r"(-start|-done)?(\.\d+)*$", "", opcode)
     if base in AROUND:
         return "around"

@@ -1,7 +1,7 @@
 """The number of times that the loops of a compiled program run, read from its optimized HLO text.
 
-XLA's CPU and GPU compilers write it beside a loop. Its TPU compiler does not: there it follows from the loop's
-condition, which compares a counter with a number, and from what the counter begins at and is raised by.
+XLA's CPU and GPU compilers write it beside a loop. For the TPU compiler it follows from the loop's condition, which
+compares a counter with a number, and from the counter's start and step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _APPLIED = re.compile(r" ([a-z][\w-]*)\(([^()]*)\)")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _INDEX = re.compile(r"index=(\d+)")
 _COPIES = frozenset({"copy", "bitcast", "convert", "copy-start", "copy-done"})
-"""Operations that leave a scalar what it is."""
+"""Operations that do not change the value of a scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Loops:
                 self._bounds[computation], computation = (first, number), ""
 
     def trips(self, line: str, computation: str) -> int:
-        """The number of times that the loop on a line of a computation runs; 1 where nothing says."""
+        """The number of times that the loop on a line of a computation runs; 1 where it is unknown."""
         if known := _KNOWN.search(line):
             return int(known[1])
         called = dict(_CALLED.findall(line))
@@ -72,7 +72,7 @@ class Loops:
         return self._value(body, steps[0]) if len(steps) == 1 else None
 
     def _carried(self, computation: str, name: str, caller: str, initial: Sequence[str]) -> int | None:
-        """The value that a loop is given, where a name in it is one of the values that it carries."""
+        """The value that a loop starts with, where a name inside it is one of its carried values."""
         element = self._element(computation, name)
         return self._value(caller, initial[element]) if element is not None and element < len(initial) else None
 

@@ -7,8 +7,8 @@
     ring        an all-gather or reduce-scatter as permutes from neighbour to neighbour (collective matmul)
     combined    several tensors of one kind sent as one, or one in parts: as many bytes along the same axes
 
-What is left then is compared by kind and axes: bytes beyond the plan are unplanned, bytes that never go are missing.
-XLA:GPU combines; XLA:TPU makes all six. Checked on jax 0.10.2 with jax-cuda12-pjrt 0.10.2 and libtpu 0.0.42.1.
+The rest is compared by kind and axes: bytes beyond the plan are unplanned, planned bytes that are never sent are
+missing. XLA:GPU combines; XLA:TPU makes all six. Checked on jax 0.10.2 with jax-cuda12-pjrt 0.10.2 and libtpu 0.0.42.1.
 
 Reference: XLA, `AllReduceCombiner`, `AllGatherCombiner` and `ReduceScatterCombiner`; the pieces of XLA:TPU's
 asynchronous collectives and its padded reduce-scatters are read as one in autopar/checks/hlo.py.
@@ -60,10 +60,10 @@ class Moved:
 
 
 class Undoing:
-    """The planned and compiled tensors beside each other while rewrites are undone.
+    """The planned and compiled tensors that are not accounted for yet, while rewrites are undone.
 
-    `planned` and `compiled` are those that nothing accounts for yet, `sent` the keys of both; `rewritten` says which
-    rewrite accounted for the tensors of a key, `accounted` how many compiled bytes stand for planned ones of a sort.
+    `sent` are the keys of both; `rewritten` maps a key to the rewrite that accounted for its tensors, and `accounted` a
+    sort to the compiled bytes that stand for planned ones.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Undoing:
             self.accounted[key[:2]] += count * key[3]
 
     def undo(self) -> None:
-        """Accounts for what rewrites explain."""
+        """Accounts for all tensors that rewrites explain."""
         self._padded()
         self._halves()
         self._narrowed()
@@ -103,7 +103,7 @@ class Undoing:
         return nbytes
 
     def _account(self, target: Key, used: Iterable[tuple[Key, int]], count: int, rewrite: str) -> None:
-        """Takes `count` planned tensors and the (key, number) compiled ones that stand for them."""
+        """Removes `count` planned tensors and the (key, number) compiled ones that stand for them."""
         for key in (target, *(key for key, _ in used)):
             self.rewritten.setdefault(key, rewrite)
         self.planned[target] -= count
@@ -114,7 +114,9 @@ class Undoing:
         self.planned, self.compiled = +self.planned, +self.compiled
 
     def _padded(self) -> None:
-        """A planned reduce-scatter for each with padding, the largest that it has room for; then its permutes."""
+        """Accounts for padded reduce-scatters, each by the largest planned one that it has room for; then for its
+        permutes.
+        """
         for key in sorted(self.padded & self.compiled.keys(), key=lambda key: -key[3]):
             _, axes, dtype, nbytes = key
             fitting = [k for k in self.planned if k[:3] == key[:3] and k[3] <= nbytes <= (1 + PADDING) * k[3]]
@@ -128,7 +130,7 @@ class Undoing:
             self._account(target, [(key, count), *used], count, "padded")
 
     def _halves(self) -> None:
-        """A planned all-reduce for a reduce-scatter and an all-gather of the same tensor."""
+        """Accounts for a reduce-scatter and an all-gather of one tensor by a planned all-reduce."""
         for key in [k for k in self.compiled if k[0] == "reduce_scatter"]:
             _, axes, dtype, nbytes = key
             whole = self.ranks(axes) * nbytes
@@ -138,10 +140,10 @@ class Undoing:
                 self._account(target, [(key, count), (gathered, count)], count, "halves")
 
     def _sums(self) -> None:
-        """A planned all-gather or reduce-scatter for an all-reduce of the whole array, of which zeros or most are left.
+        """Accounts for all-reduces of whole arrays by planned all-gathers or reduce-scatters.
 
-        It moves more than was planned, which the rewrite's name is there to say. Those that were not sent at all come
-        first: fewer of the others may be repeated ones sent once.
+        They move more than was planned, as the rewrite's name says. Planned tensors that were not sent at all are taken
+        first: others may be repeated ones that are sent once.
         """
         for target in sorted(self.planned, key=lambda key: (key in self.sent, -key[3])):
             kind, axes, dtype, nbytes = target
@@ -154,7 +156,7 @@ class Undoing:
                     self._account(target, [(summed, count)], count, "as a sum" if share == 1 else "as a narrow sum")
 
     def _narrowed(self) -> None:
-        """A planned tensor for one of half as wide a dtype, whose bytes are those that are sent."""
+        """Accounts for tensors of a dtype half as wide by planned ones of the wide dtype; the narrow bytes count."""
         for target in sorted(self.planned, key=lambda key: -key[3]):
             kind, axes, dtype, nbytes = target
             for narrow in NARROWER.get(dtype, ()):
@@ -164,7 +166,7 @@ class Undoing:
                     self.accounted[target[:2]] -= count * (nbytes - sent[3])
 
     def _rings(self) -> None:
-        """A planned all-gather or reduce-scatter for the permutes of its pieces, whole or in halves both ways."""
+        """Accounts for permutes of pieces, whole or in halves both ways, by a planned all-gather or reduce-scatter."""
         for target in sorted(self.planned, key=lambda key: -key[3]):
             kind, axes, dtype, nbytes = target
             ranks = self.ranks(axes)
@@ -180,7 +182,9 @@ class Undoing:
                     self._account(target, [(step, count * hops + extra)], count, "ring")
 
     def _combined(self, sort: Sort) -> None:
-        """All planned tensors of a sort for compiled ones of as many bytes, or fewer where some are the same."""
+        """Accounts for compiled tensors of a sort by all planned ones, of as many bytes or more where some are
+        repeated.
+        """
         planned = Counter({key: count for key, count in self.planned.items() if key[:2] == sort})
         compiled = Counter({key: count for key, count in self.compiled.items() if key[:2] == sort})
         target, sent = _nbytes(planned), _nbytes(compiled)
@@ -199,7 +203,7 @@ def _nbytes(counts: Counter[Key]) -> int:
 
 
 def moved(planned: Counter[Key], compiled: Counter[Key], undoing: Undoing) -> tuple[Moved, ...]:
-    """The bytes by kind and axes, by falling bytes."""
+    """The bytes by kind and axes, largest first."""
     beyond = undoing.unaccounted()
     sorts = dict.fromkeys((*(k[:2] for k in planned), *undoing.accounted, *beyond))
     rows = [

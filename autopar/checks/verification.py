@@ -1,16 +1,16 @@
-"""The collectives that a plan promises, compared with those that XLA compiled.
+"""The collectives that a plan has, compared with those that XLA compiled.
 
     promised    the plan's collectives, in the types in which a platform sends them        `_promised`
     compiled    the program's collectives, from its optimized HLO                          autopar/checks/hlo.py
     undo        what an accelerator's compiler rewrites, so that bytes can be compared     autopar/checks/rewrites.py
     compare     tensors of equal kind, axes, dtype and bytes; XLA may send fewer           `verify`
-    count       flops of products, so that what is computed again is seen to be            autopar/checks/hlo_flops.py
+    count       flops of products, so that recomputation is seen to be there               autopar/checks/hlo_flops.py
 
 Values that are computed twice are sent once, by plans (`passes.placement.reshardings`) as by XLA. XLA may send less
-than that: two ways of one value that begin alike share their first steps, and a tensor reduced over one axis and then
-another is sometimes reduced over both at once (by its GPU compiler; the CPU's keeps them apart). So fewer tensors of
-one kind, axes, dtype and size are no fault while one is left that the others may repeat; if none is, or one is beyond
-the plan, the numbers that the plan was chosen by are wrong.
+than that: two reshardings of one value that begin alike share their first steps, and a tensor reduced over one axis and
+then another is sometimes reduced over both at once (by its GPU compiler; the CPU's keeps them apart). So fewer tensors
+of one kind, axes, dtype and size are no error as long as one is left that the others may repeat. If none is, or one is
+beyond the plan, the numbers that the plan was chosen by are wrong.
 
 Python 3.11 with jax 0.10.2 and Python 3.12 with jax 0.11.2 widen alike.
 """
@@ -54,7 +54,7 @@ _MOVE = "/move_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emitted:
-    """The optimized HLO of a program, which one step runs so many times."""
+    """The optimized HLO of a program, which runs `runs` times a step."""
 
     text: str
     runs: int = 1
@@ -64,7 +64,7 @@ class Emitted:
 class Row:
     """Tensors of one kind, over the same axes, of one dtype and `nbytes` each (the result on one device).
 
-    Where there are more or fewer than planned, `rewritten` names what the compiler did, if that accounts for it.
+    Where there are more or fewer than planned, `rewritten` names the compiler's rewrite, if one accounts for it.
     """
 
     kind: str
@@ -90,8 +90,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The comparison of one step: `rows` by falling bytes, the same by kind and axes (`moved`), and collectives of the
-    program that no plan holds (`unplanned`).
+    """The comparison of one step: `rows`, largest first, the same by kind and axes (`moved`), and `unplanned`
+    collectives.
 
     `count` of an unplanned collective is how often it runs beyond the plan. The flops are those of one device's matrix
     products and convolutions; `planned_flops` is None where the plan's program was not at hand.
@@ -105,9 +105,9 @@ class Verification:
 
     @property
     def missing(self) -> tuple[Row, ...]:
-        """The rows that the plan holds and the program never sends, though there is something to send.
+        """The rows that the plan has and the program never sends, although there is something to send.
 
-        A single integer counts a loop's iterations, as a rule, and XLA knows those without asking.
+        A single integer is mostly the count of a loop's iterations, which XLA knows without communication.
         """
         absent = (row for row in self.rows if row.planned and not row.compiled and not row.rewritten)
         return tuple(row for row in absent if not _is_known(row))
@@ -142,7 +142,7 @@ class Verification:
         return self.format()
 
     def check(self) -> None:
-        """Raises InternalError that names every unplanned collective, and every one that is missing."""
+        """Raises InternalError, which names every unplanned and every missing collective, if there is one."""
         if self.missing:
             named = "\n  ".join(map(str, self.missing))
             count = quantities.count(sum(row.planned - row.compiled for row in self.missing), "tensor")
@@ -234,7 +234,7 @@ def _promised(collectives: Iterable[Collective], platform: str) -> Counter[Key]:
 
 
 def _sent(kind: str, dtype: str, platform: str) -> str:
-    """The dtype in which an array crosses devices; lowering reduces truth values as integers, and keys are words."""
+    """The dtype in which an array crosses devices: booleans are reduced as integers, and keys sent as words."""
     if dtype.startswith("key<"):
         return "uint32"
     if dtype == "bool" and kind in ("all_reduce", "reduce_scatter"):
@@ -249,7 +249,9 @@ def _is_known(row: Row) -> bool:
 
 
 def _merged(planned: Counter[Key], compiled: Counter[Key]) -> Counter[Key]:
-    """The promise, with all-reduces over single axes counted as one over all of them where XLA merged them so."""
+    """The promised collectives, with all-reduces over single axes replaced by one over all of them where XLA merged
+    them.
+    """
     planned = Counter(planned)
     for key in compiled - planned:
         kind, axes, dtype, nbytes = key
@@ -272,7 +274,7 @@ def _partitions(axes: tuple[str, ...]) -> list[tuple[tuple[str, ...], ...]]:
 
 
 def _beyond(unaccounted: Mapping[Key, int], compiled: Iterable[HloCollective]) -> list[HloCollective]:
-    """The collectives that the plan does not account for, which are last of all those that lowering made."""
+    """The collectives that the plan does not account for; those that lowering made come last."""
     alike: defaultdict[Key, list[HloCollective]] = defaultdict(list)
     for collective in compiled:
         alike[_key(collective)].append(collective)

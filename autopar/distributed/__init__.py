@@ -1,4 +1,4 @@
-"""One program on many processes: how they start, agree on what they run, and hand arrays to each other."""
+"""One program on many processes: how they start, agree on what they run, and send arrays to each other."""
 
 from autopar.distributed.agreement import Processes, among, digest_of
 from autopar.distributed.connections import LARGE_NBYTES, Connections

@@ -1,7 +1,7 @@
 """Texts that processes exchange through JAX's coordination service, and what they must agree on.
 
-The exchanges of a group of processes are numbered. A process that is at another exchange than the first one is named,
-as is the first that has another text.
+The exchanges of a group of processes are numbered. Errors name a process that is at another exchange than the first
+one, and the first that has another text.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from autopar.errors import DeviceError, DisagreementError, explain
 from autopar.jax_compat import Device
 
 WAIT_SECONDS = 1800.0
-"""A process waits so long for another, which may be planning or compiling all the while, before that is an error."""
+"""Seconds that a process waits for another, which may be planning or compiling meanwhile, before that is an error."""
 
 BEATS = "autopar/beats"
-"""Below it the service has each process's last sign of life, which ends with the steps that it has begun."""
+"""The key under which the service has each process's last sign of life, which ends with the number of steps it has
+begun.
+"""
 FAILED = "failed: "
-"""The beginning of a process's last sign, in place of that, where an error ends it."""
+"""The prefix of a process's last sign of life if an error ends it."""
 
 _POLL_MILLISECONDS = 1000
 _CHUNK_NBYTES = 1 << 20
-"""Bytes of a value of the service; its messages are limited to a few MiB."""
+"""The most bytes of a value of the service, whose messages are limited to a few MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes `ranks` of a program, of which this one is `rank`; the first of them leads.
+    """The processes `ranks` of a program, of which this one is `rank` and the first one leads.
 
-    All of them make the same calls in the same order.
+    All of them must make the same calls in the same order.
     """
 
     ranks: tuple[int, ...]
@@ -67,7 +69,7 @@ class Processes:
         return self.rank == self.ranks[0]
 
     def broadcast(self, topic: str, make: Callable[[], str]) -> str:
-        """The text that the leader makes, on all; the leader waits for nobody."""
+        """The text of the leader, on all processes; the leader waits for nobody."""
         name = self.fresh_name()
         if self.leads:
             text = make()
@@ -77,7 +79,7 @@ class Processes:
         return self._get(f"autopar/{name}/text", self.ranks[0], topic, in_order=True)
 
     def gather(self, topic: str, text: str) -> tuple[str, ...]:
-        """The texts of all processes, by rank. Raises DisagreementError where one of them is at another topic."""
+        """The texts of all processes, by rank. Raises DisagreementError if one of them is at another exchange."""
         key = f"autopar/{(name := self.fresh_name())}"
         if not self.leads:
             self._put(f"{key}/{self.rank}", json.dumps([topic, text]))
@@ -107,8 +109,8 @@ class Processes:
                 raise self._disagreement(topic, rank, self.ranks[0], f"{item} is {b}, and {a}", where, remedy)
 
     def agree_on_segments(self, digests: Mapping[str, str]) -> None:
-        """Raises DisagreementError, with the first rank and segment that differ, unless those that several processes
-        have of a pipeline's segments are the same.
+        """Raises DisagreementError, with the first rank and segment that differ, unless processes agree on the segments
+        they share.
         """
         topic = "the pipeline"
         known: dict[str, tuple[int, str]] = {}
@@ -125,7 +127,7 @@ class Processes:
         return DisagreementError(explain(what, rule, where, remedy or "run the same code on every process"))
 
     def name(self, rank: int) -> str:
-        """A process in words: its rank and its host."""
+        """A process as text: its rank and its host."""
         return f"process {rank} on host {self.host(rank)}"
 
     def host(self, rank: int) -> str:
@@ -133,28 +135,30 @@ class Processes:
         return self.shared(f"host/{rank}", rank)
 
     def share(self, name: str, text: str) -> None:
-        """Makes a text known to all processes of the program under a name, once."""
+        """Publishes a text to all processes of the program under a name, once."""
         self._put(f"autopar/{name}", text)
 
     def shared(self, name: str, rank: int) -> str:
-        """The text that process `rank` shares under a name, once it does."""
+        """The text that process `rank` shares under a name; waits for it."""
         return self._get(f"autopar/{name}", rank, name)
 
     def forget(self, name: str) -> None:
-        """Deletes the texts of all processes under a name, which all of them have read."""
+        """Deletes the texts of all processes under a name, once all have read them."""
         self.client.key_value_delete(f"autopar/{name}")
 
     def _forget_earlier(self) -> None:
-        """Deletes the texts of all exchanges before the one in which the leader has read what every other one gave.
+        """Deletes the texts of all exchanges before the one in which the leader has read those of every other process.
 
-        All have read what they are to read of these: each process ends an exchange before it begins the next.
+        No process reads them any more: each ends an exchange before it begins the next.
         """
         for name in self.earlier:
             self.forget(name)
         self.earlier.clear()
 
     def _ahead(self) -> list[int]:
-        """The processes that have begun more steps than this one; none unless all of the program give signs of life."""
+        """The processes that have begun more steps than this one; empty unless all of the program give signs
+        of life.
+        """
         try:
             signs = {int(key.rpartition("/")[2]): text for key, text in self.client.key_value_dir_get(BEATS)}
         except jax.errors.JaxRuntimeError:  # nobody gives any
@@ -165,7 +169,7 @@ class Processes:
         return [rank for rank, begun in steps.items() if begun > self.steps[0]]
 
     def fresh_name(self) -> str:
-        """A name that no exchange has had; the same on all processes, which make the same calls."""
+        """A name that no exchange has used; the same on all processes, which make the same calls."""
         return f"rounds/{'.'.join(map(str, self.ranks))}/{next(self.numbers)}"
 
     def _put(self, key: str, text: str) -> None:
@@ -178,8 +182,8 @@ class Processes:
     def _get(self, key: str, rank: int, topic: str, *, in_order: bool = False) -> str:
         """The text under a key, once process `rank` has put it there. Raises DeviceError if it does not.
 
-        What is exchanged `in_order` of steps never comes where another process has begun a later step without it, which
-        is a DisagreementError: its program waits for this process, and this one for it.
+        A text that is exchanged `in_order` of steps never comes if another process has begun a later step without it:
+        that is a DisagreementError, as its program waits for this process, and this one for it.
         """
         deadline = time.monotonic() + self.wait_seconds
         ahead: list[int] = []
@@ -211,7 +215,7 @@ class Processes:
 
 
 def digest_of(value: Any) -> str:
-    """16 hex digits that name a text, or the type and contents of an array or number of this process."""
+    """16 hex digits for a text, or for the type and contents of an array or number of this process."""
     if isinstance(value, str):
         return hashlib.sha256(value.encode()).hexdigest()[:16]
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -222,9 +226,9 @@ def digest_of(value: Any) -> str:
 
 
 def among(devices: Sequence[Device]) -> Processes | None:
-    """The processes of these devices; None if all are of this one.
+    """The processes of these devices; None if all devices belong to this one.
 
-    Raises DeviceError where none of them is.
+    Raises DeviceError where none of them does.
     """
     ranks = tuple(sorted({device.process_index for device in devices}))
     rank = jax.process_index()
@@ -239,7 +243,7 @@ def among(devices: Sequence[Device]) -> Processes | None:
 
 
 def everyone() -> Processes | None:
-    """All processes of the program, before any is asked for its devices; None if it is this one alone."""
+    """All processes of the program, known before devices are; None if it is this one alone."""
     rank, count = jax_compat.process_of_how_many()
     client = jax_compat.coordination_client()
     return _processes(tuple(range(count)), rank, client) if count > 1 and client is not None else None

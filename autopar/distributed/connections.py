@@ -1,11 +1,11 @@
-"""Connections to other processes, over which arrays of single devices go.
+"""Connections to other processes, over which arrays of single devices are sent.
 
 The receiver fetches: both sides return at once, in whichever order they come, and the contents follow when they are
-computed. Small arrays go over JAX's own transfer server, and their contents are waited for by what reads them on the
-device; large ones over plain sockets, which have two to four times its bandwidth, and are waited for in Python.
-Transfers between two processes are numbered by each of them, in its own order: that these orders agree is the caller's
-business. What was sent is read when the receiver asks for it, so it may neither be donated nor deleted; that its name
-goes out of use is no harm.
+computed. Small arrays go over JAX's own transfer server, and whoever reads them on the device waits for their contents;
+large ones go over plain sockets, which have two to four times its bandwidth, and are waited for in Python. Each of two
+processes numbers the transfers between them in its own order; the caller sees to it that these orders agree. An array
+that was sent is read when the receiver asks for it, so it must neither be donated nor deleted before; references to it
+may be dropped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from autopar.distributed.agreement import Processes
 from autopar.distributed.streams import Streams
 
 LARGE_NBYTES = 1 << 21
-"""Bytes that go from process to process at once, from which on bandwidth counts for more than that nobody waits."""
+"""Bytes sent from process to process at once from which bandwidth counts for more than not waiting."""
 
 _RECEIVER_BITS = 40
 _STREAMS = 2
-"""Connections that one array may go over at once."""
+"""Connections that one array may be sent over at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Connections:
 
     @classmethod
     def of(cls, processes: Processes) -> Connections:
-        """The connections of these processes, of which there is one value: transfers are numbered."""
+        """The one value of the connections of these processes, whose transfers are numbered."""
         return _connections(processes.rank, processes.client)
 
     def send(self, receiver: int, arrays: Sequence[jax.Array]) -> None:
@@ -54,17 +54,19 @@ class Connections:
         self.server.await_pull(self._number(self.processes.rank, receiver), list(arrays))
 
     def receive(self, sender: int, structs: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """The arrays of single devices of this process that another one sends next, perhaps not there yet."""
+        """The arrays that another process sends next, on single devices of this process; they may not have
+        arrived yet.
+        """
         if sender not in self.clients:
             self.clients[sender] = self.server.connect(self.processes.shared(f"server/{sender}", sender))
         return self.clients[sender].pull(self._number(sender, self.processes.rank), list(structs))
 
     def send_large(self, receiver: int, arrays: Sequence[jax.Array]) -> None:
-        """Sends arrays of single devices to a process that awaits them by `receive_large`."""
+        """Sends arrays of single devices to a process that waits for them in `receive_large`."""
         self.streams.send(receiver, arrays)
 
     def receive_large(self, sender: int, structs: Sequence[jax.ShapeDtypeStruct]) -> Future[list[np.ndarray]]:
-        """The contents of the arrays that another process sends next by `send_large`, once they are there."""
+        """The contents of the arrays that another process sends next by `send_large`, once they have arrived."""
         return self.streams.receive(sender, structs)
 
     def _number(self, sender: int, receiver: int) -> int:
@@ -85,7 +87,7 @@ def _connections(rank: int, client: Any) -> Connections:
 
 
 def _own_address() -> str:
-    """The address of this host on the network on which it reaches the first process."""
+    """The address of this host on the network over which it reaches the first process."""
     first, *_ = socket.getaddrinfo(jax_compat.coordinator_host(), 9, type=socket.SOCK_DGRAM)
     with socket.socket(first[0], first[1]) as probe:
         probe.connect(first[4])  # sends nothing: a datagram socket learns its own address

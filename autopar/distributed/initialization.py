@@ -1,4 +1,4 @@
-"""State made where it will be read: on each set of devices by a program that makes its own arrays alone."""
+"""State made where it will be read: on each set of devices by a program that makes only its own arrays."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from autopar.jax_compat import Device
 def made(init_fn: Callable[..., Any], args: tuple[Any, ...], shardings: Sequence[Sharding]) -> Any:
     """The pytree `init_fn(*args)` with its leaves in these shardings.
 
-    Each group of leaves on the same devices is made by a program of its own on these; of several processes, by those
-    that have any of them. Raises DeviceError where devices are described to be compiled for.
+    Leaves on the same devices are made by one program on these; of several processes, by those that have any of the
+    devices. Raises DeviceError on devices that are only described.
     """
     struct = jax.eval_shape(init_fn, *args)
     types, tree = jax.tree.flatten(struct)
@@ -40,7 +40,7 @@ def made(init_fn: Callable[..., Any], args: tuple[Any, ...], shardings: Sequence
 
 
 def _program(init_fn: Callable[..., Any], indices: Sequence[int], shardings: tuple[Sharding, ...]) -> Any:
-    """The function that makes these leaves alone."""
+    """The function that makes only these leaves."""
 
     def leaves(*args: Any) -> tuple[Any, ...]:
         made = jax.tree.leaves(init_fn(*args))
@@ -50,14 +50,14 @@ def _program(init_fn: Callable[..., Any], indices: Sequence[int], shardings: tup
 
 
 def _everywhere(args: tuple[Any, ...], devices: tuple[Device, ...]) -> tuple[Any, ...]:
-    """The arguments with their arrays on all of the devices."""
+    """The arguments with their arrays replicated on all of the devices."""
     mesh = Mesh(np.asarray(devices, dtype=object), ("device",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda leaf: placed(leaf, sharding), args)
 
 
 def _devices(sharding: Sharding) -> tuple[Device, ...]:
-    """The devices of a sharding in its own order: programs on the same ones in another order are others."""
+    """The devices of a sharding in its own order; programs on another order are different programs."""
     if isinstance(sharding, NamedSharding):
         grid: Any = sharding.mesh.devices
         return tuple(grid.flat)

@@ -1,4 +1,4 @@
-"""Global arrays from what one process has of them."""
+"""Global arrays made of what one process has of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autopar.errors import not_here
 
 
 def placed(leaf: Any, sharding: Sharding) -> jax.Array:
-    """The array that this process holds whole, on its devices of a sharding that may have others.
+    """The array that this process has whole, in a sharding that may have devices of others.
 
-    Raises DeviceError where they are described to be compiled for.
+    Raises DeviceError on devices that are only described.
     """
     check_here(sharding)
     if sharding.is_fully_addressable:
@@ -30,7 +30,7 @@ def placed(leaf: Any, sharding: Sharding) -> jax.Array:
 
 
 def check_here(sharding: Sharding) -> None:
-    """Raises DeviceError where devices are described to be compiled for: JAX may end the process that uses them."""
+    """Raises DeviceError for devices that are only described: JAX may end the process that uses them."""
     device = next(iter(sharding.device_set))
     if jax_compat.is_described(device):
         raise not_here(device)

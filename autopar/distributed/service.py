@@ -1,6 +1,6 @@
-"""JAX's coordination service in a process of its own, beside the first process, not in it.
+"""JAX's coordination service in a process of its own, beside the first process.
 
-In the first process it would end all others with that one, before they can tell why.
+Inside the first process, its end would end all others before they can tell why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if not os.read(0, 1):
     time.sleep(linger)
 service.shutdown()
 """
-"""The coordination service by itself. It ends when it is written to, or a while after the process that started it."""
+"""The script of the coordination service. It ends when something is written to its input, or a while after the process
+that started it.
+"""
 
 
 class Service:

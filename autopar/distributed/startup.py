@@ -17,16 +17,22 @@ from autopar.distributed.watch import Watch
 from autopar.errors import ArgumentError, DeviceError, explain
 
 LOST_SECONDS = 15.0
-"""A process that gives no sign of life for so long counts as gone."""
+"""Seconds without a sign of life after which a process counts as gone."""
 
 STALL_SECONDS = 1800.0
-"""A process that is a step behind for so long counts as hung; the first may evaluate alone, or write what it likes."""
+"""Seconds for which a process may be a step behind before it counts as hung; the first one may evaluate alone, or write
+files.
+"""
 
 HEARTBEAT_SECONDS = 60
-"""JAX's own such time, after which it ends all processes without naming one: longer, so that they are named."""
+"""JAX's own such time, after which it ends all processes without naming one; longer than ours, so that they
+are named.
+"""
 
 SHUTDOWN_SECONDS = int(STALL_SECONDS)
-"""Seconds that a process which has finished waits for the others; who is lost or has failed is named long before."""
+"""Seconds that a process which has finished waits for the others; one that is lost or has failed is named
+long before.
+"""
 
 
 def initialize(
@@ -44,16 +50,17 @@ def initialize(
 ) -> None:
     """Joins JAX's runtime of many processes, by `jax.distributed.initialize` with these options.
 
-    Under Slurm, Open MPI, Kubernetes (JobSet) and on TPUs they may all be left out. Under `autopar launch` the process
-    has joined before the script begins, and this returns at once. It comes before all that asks JAX for devices.
+    All of them may be left out under Slurm, Open MPI, Kubernetes (JobSet) and on TPUs. Under `autopar launch` the
+    process has joined before the script begins, and this returns at once. Call it before anything that asks JAX for
+    devices.
 
-    From then on the processes watch each other: when one fails, gives no sign of life for `lost_seconds`, has ended a
-    step before others for as long or is a step behind for `stall_seconds`, every other one names it, with its host, and
-    ends with status 75.
+    From then on the processes watch each other. When one fails, gives no sign of life for `lost_seconds`, has ended a
+    step that long before the others, or is a step behind for `stall_seconds`, every other one prints its rank and host,
+    and ends with status 75.
 
-    Raises DeviceError where no launcher is detected and the first three are not given, or where JAX has started
-    already, and ArgumentError for other numbers than those that the process has joined with, for an address that is
-    none and for seconds that are not above 0.
+    Raises DeviceError where no launcher is detected and the first three options are not given, or where JAX has started
+    already; ArgumentError for other numbers than those that the process has joined with, for an invalid address and for
+    seconds that are not above 0.
     """
     for name, seconds in (("lost_seconds", lost_seconds), ("stall_seconds", stall_seconds)):
         if not 0 < seconds < math.inf:
@@ -88,7 +95,7 @@ def initialize(
 
 @functools.cache
 def _watch(lost_seconds: float, stall_seconds: float) -> Watch | None:
-    """The watch of this process over the others, begun; None if there are none."""
+    """The watch of this process over the others, which has begun; None if there are none."""
     processes = everyone()
     if processes is None:
         return None
@@ -99,7 +106,7 @@ def _watch(lost_seconds: float, stall_seconds: float) -> Watch | None:
 
 
 def _check_address(address: Any) -> None:
-    """Raises ArgumentError for what is no HOST:PORT: JAX waits for the others there, and then ends the process."""
+    """Raises ArgumentError unless it is HOST:PORT: JAX would wait there for the others, and then end the process."""
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
         rule = "should be the first process's host and a port from 1 to 65535"

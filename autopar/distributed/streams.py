@@ -1,7 +1,7 @@
-"""Large arrays between processes: plain connections, read into memory that is used again and again.
+"""Large arrays between processes: plain connections, with reused memory.
 
 Touching new memory takes longer than the copy itself: with a fresh buffer for each array a connection has a fifth of
-its bandwidth. What is sent is read where it lies, and what arrives is an array's memory as it is.
+its bandwidth. Arrays are sent from where they are, and what arrives becomes an array's memory as it is.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from autopar.errors import PeerError, explain
 from passes.errors import InternalError
 
 _ALIGNMENT_NBYTES = 64
-"""Bytes: JAX takes memory over as it is where it begins at a multiple of this."""
+"""The alignment in bytes from which on JAX takes memory over without a copy."""
 
 _FREE_NBYTES = 1 << 28
-"""Bytes that are kept for arrays to come: four of 64 MiB, as many as a stage has microbatches in flight."""
+"""The most bytes of free buffers that are kept: four of 64 MiB, as many as a stage has microbatches in flight."""
 
 _TOKEN_NBYTES = 16
-"""Bytes by which a sender knows its receiver: more than can be guessed."""
+"""Bytes of the token by which a sender knows its receiver: more than can be guessed."""
 
 _HEAD = struct.Struct("!Q")
-"""The bytes of an array, in front of it."""
+"""The number of bytes of an array, which is sent in front of it."""
 
 
 @dataclass(slots=True)
 class Memory:
     """Buffers for arrays. One is free again as soon as nothing refers to its contents, which may be long after.
 
-    At most `most_nbytes` are kept free.
+    At most `most_nbytes` of free buffers are kept.
     """
 
     most_nbytes: float = _FREE_NBYTES
@@ -52,7 +52,7 @@ class Memory:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def take(self, nbytes: int) -> np.ndarray:
-        """An aligned array of so many bytes, on which all views of it keep their hold."""
+        """An aligned array of `nbytes` bytes; its buffer is free again once all views of the array are gone."""
         with self._lock:
             kept = self.free.get(nbytes)
             memory = kept.pop() if kept else None
@@ -75,9 +75,9 @@ class Memory:
 
 @dataclass(slots=True)
 class Streams:
-    """The connections of a process for large arrays: to and from each other process one, with a thread of its own.
+    """The connections of a process for large arrays: one to and one from each other process, with a thread each.
 
-    Arrays go in the order in which they are sent, and have to be received in it.
+    Arrays are sent in order, and must be received in it.
     """
 
     processes: Processes
@@ -89,13 +89,13 @@ class Streams:
     """The first of each connection, with which all that would go over it ends, too."""
 
     def send(self, receiver: int, arrays: Sequence[jax.Array]) -> Future[None]:
-        """The end of sending arrays, once they are computed and gone. Raises what earlier ones have met first."""
+        """A future that is done once these arrays are computed and sent. Raises the error of an earlier one first."""
         way = self.processes.rank, receiver
         self._check(way)
         return self._thread(way).submit(self._over, way, receiver, self._send, list(arrays))
 
     def receive(self, sender: int, structs: Sequence[jax.ShapeDtypeStruct]) -> Future[list[np.ndarray]]:
-        """The contents of the arrays that another process sends next, when they are there."""
+        """A future of the contents of the arrays that another process sends next."""
         way = sender, self.processes.rank
         return self._thread(way).submit(self._over, way, sender, self._receive, list(structs))
 
@@ -142,7 +142,7 @@ class Streams:
         return _filled(peer, self.memory.take(nbytes)).view(struct.dtype).reshape(struct.shape)
 
     def _accepted(self, way: tuple[int, int]) -> socket.socket:
-        """The connection on which the receiver fetches what this process sends."""
+        """The connection on which another process receives what this one sends."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         with socket.create_server((self.address, 0), family=family) as server:
             token = secrets.token_bytes(_TOKEN_NBYTES)
@@ -151,7 +151,7 @@ class Streams:
             return _prompt(_authenticated(server, token))
 
     def _connected(self, way: tuple[int, int]) -> socket.socket:
-        """The connection to what another process sends."""
+        """The connection on which this process receives what another one sends."""
         address, port, token = self.processes.shared(_name(way), way[0]).split()
         peer = _prompt(socket.create_connection((address, int(port))))
         peer.sendall(bytes.fromhex(token))
@@ -167,13 +167,13 @@ def _name(way: tuple[int, int]) -> str:
 
 
 def _prompt(peer: socket.socket) -> socket.socket:
-    """The connection, on which small pieces wait for no others."""
+    """The connection, set to send small pieces at once."""
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
 
 
 def _authenticated(server: socket.socket, token: bytes) -> socket.socket:
-    """The first connection that gives the token. Others are closed, and none that says nothing holds it up."""
+    """The first connection that sends the token. Others are closed, and a silent one does not hold it up."""
     server.setblocking(False)
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
@@ -191,7 +191,7 @@ def _authenticated(server: socket.socket, token: bytes) -> socket.socket:
 
 
 def _admit(server: socket.socket, selector: selectors.BaseSelector) -> None:
-    """Lets a connection in that has said nothing yet."""
+    """Accepts a connection, which has sent nothing yet."""
     with suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
         peer = server.accept()[0]
         peer.setblocking(True)
@@ -199,7 +199,7 @@ def _admit(server: socket.socket, selector: selectors.BaseSelector) -> None:
 
 
 def _has_given(stranger: selectors.SelectorKey, token: bytes, selector: selectors.BaseSelector) -> bool:
-    """Whether a connection has given the token, which is read as it arrives; one that gave another is closed."""
+    """Whether a connection has sent the token, which is read as it arrives; one that sent another is closed."""
     peer, text = cast("socket.socket", stranger.fileobj), stranger.data
     text += (arrived := _arrived(peer, len(token) - len(text)))
     if arrived and len(text) < len(token):
@@ -212,7 +212,7 @@ def _has_given(stranger: selectors.SelectorKey, token: bytes, selector: selector
 
 
 def _arrived(peer: socket.socket, most: int) -> bytes:
-    """At most so many bytes of those that are there; none where the other side has gone."""
+    """The bytes that have arrived, at most `most`; empty where the other side has closed the connection."""
     try:
         return peer.recv(most)
     except OSError:
@@ -220,7 +220,7 @@ def _arrived(peer: socket.socket, most: int) -> bytes:
 
 
 def _filled(peer: socket.socket, buffer: Any) -> Any:
-    """The buffer, full of what comes. Raises OSError where less comes."""
+    """The buffer, filled with what arrives. Raises OSError where less arrives."""
     view, at = memoryview(buffer), 0
     while at < len(view):
         count = peer.recv_into(view[at:])

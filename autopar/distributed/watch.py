@@ -1,10 +1,10 @@
-"""Processes that give signs of life, and the report of one that gives none.
+"""Processes that give signs of life, and end when one of them is lost.
 
 Each process puts a number into JAX's coordination service every second, in a thread of its own, and looks at those of
-the others. It ends itself, with a line that names rank and host, when another one has failed or given no sign for a
-while, or when the service cannot be reached: it would wait for ever otherwise. A process that has finished does so
-too until JAX lets it go, which is when all have finished: who is lost meanwhile would keep it. The service runs beside
-the first process, not in it, so that it outlives that one long enough to be asked.
+the others. When another one has failed or given no sign for a while, or when the service cannot be reached, it prints
+that one's rank and host and ends itself: otherwise it would wait for ever. A process that has finished goes on until
+JAX lets it go, when all have finished, as one may be lost meanwhile. The service runs beside the first process, not in
+it, so that it outlives that one long enough to be asked.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ LOST = 75
 """The exit status of a process that ends because another one is gone (EX_TEMPFAIL: try again)."""
 
 _BEAT_SECONDS = 1.0
-"""The seconds between two signs of life: far fewer than `lost_seconds`, and a small message each."""
+"""Seconds between two signs of life, each of them a small message; far fewer than `lost_seconds`."""
 _JOIN_SECONDS = 5.0
-"""So long a process that has failed waits for its sign of life that is under way, which would follow its last word."""
+"""Seconds that a process which has failed waits for a sign of life that is being sent, and would otherwise follow its
+last one.
+"""
 
 _DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The last sign of a process: its text, the steps begun, and since when the sign and its progress are the same."""
+    """The last sign of a process: its text, the steps begun, and since when the sign and the steps have not changed."""
 
     text: str
     steps: int
@@ -52,10 +54,10 @@ class _Seen:
 
 @dataclass(slots=True)
 class Watch:
-    """The watch of one process over all: lost is who gives no sign for `lost_seconds`.
+    """The watch of one process over all: a process is lost if it gives no sign for `lost_seconds`.
 
-    With `stall_seconds`, those are lost too that have begun fewer steps than others for so long. Who has finished with
-    fewer never begins the next, in which the others wait: that is told `lost_seconds` later.
+    With `stall_seconds`, a process is lost as well if it has begun fewer steps than others for that long. One that has
+    finished with fewer steps never begins the next, in which the others wait: that is reported after `lost_seconds`.
     """
 
     processes: Processes
@@ -69,7 +71,7 @@ class Watch:
     """The one that gives signs of life."""
 
     def start(self) -> None:
-        """Begins to give and to look for signs of life."""
+        """Begins to give signs of life and to look for those of others."""
         self.thread = thread = threading.Thread(target=self._run, name="autopar watch", daemon=True)
         thread.start()
         atexit.register(self.finish)
@@ -88,13 +90,13 @@ class Watch:
         sys.excepthook = hook
 
     def finish(self) -> None:
-        """Says that this process has finished, in the signs that it goes on giving."""
+        """Says in further signs of life that this process has finished."""
         self.is_done = True
 
     def fail(self, error: BaseException) -> None:
-        """Ends this process, which an error ends that nobody has caught.
+        """Ends this process after an error that nobody caught.
 
-        Of an error of JAX's, or of a connection, the reason may be another process, which is given the time to be found
+        The cause of an error of JAX's, or of a connection, may be another process, so there is some time to find that
         out.
         """
         if isinstance(error, jax.errors.JaxRuntimeError | PeerError):
@@ -112,7 +114,7 @@ class Watch:
             return
 
     def _run(self) -> None:
-        """Gives a sign and looks at the others', over and over."""
+        """Gives a sign of life and looks at the others', until the process ends."""
         client, now = self.processes.client, time.monotonic()
         seen = {rank: _Seen("", 0, now, now) for rank in self.processes.ranks}
         reached = now
@@ -136,7 +138,7 @@ class Watch:
                 self._leave("; ".join(gone))
 
     def _reason(self, rank: int, seen: Mapping[int, _Seen], now: float) -> str:
-        """The reason why a process is as good as gone; empty if it is not."""
+        """The reason why a process is lost; empty if it is not."""
         last = seen[rank]
         if last.text.startswith(FAILED):
             return f"{self.name(rank)} has {last.text}"

@@ -1,4 +1,6 @@
-"""The JAX function and its arguments as a traced program: call signatures, argument types and the planner's graph."""
+"""From a JAX function and its arguments to a traced program: call signatures, argument types, and the
+planner's graph.
+"""
 
 from autopar.frontend import modules
 from autopar.frontend.arguments import (

@@ -1,4 +1,4 @@
-"""The arguments of a call: which are static, the user's names of the others, and their types.
+"""The arguments of a call: which of them are static, the paths and the types of the others.
 
 Static arguments follow `jax.jit`'s own rules.
 """
@@ -30,10 +30,10 @@ _TYPE = attrgetter("shape", "dtype", "weak_type")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """The way in which a function's calls are read.
+    """The parameters of a function, by which its calls are read.
 
     `function` is its name and `source` where it starts. `parameters` are the names of positional parameters, of which
-    `either_way` may be given by name too; `rest` is that of `*args`.
+    those in `either_way` may be given by name too; `rest` is the name of `*args`.
     """
 
     function: str
@@ -45,7 +45,9 @@ class Signature:
     source: str
 
     def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        """((dynamic args, dynamic kwargs), static values as a key). Raises ArgumentError for an unhashable static."""
+        """((dynamic args, dynamic kwargs), static values as a key). Raises ArgumentError for an unhashable static
+        argument.
+        """
         if not (self.static_positions or self.static_names):
             return (args, kwargs), ()
         positions = self._positions(len(args))
@@ -83,7 +85,7 @@ class Signature:
         return tuple(paths)
 
     def as_static(self, dynamic: tuple[tuple[Any, ...], Mapping[str, Any]], n_args: int, index: int) -> str:
-        """The words that tell a user how a leaf of the dynamic arguments becomes a static argument."""
+        """Instructions, as text for an error, to make the argument of this leaf static."""
         side, argument, *inner = cast("tuple[Any, ...]", tree_flatten_with_path(dynamic)[0][index][0])
         position = self._dynamic_positions(n_args)[argument.idx] if side.idx == 0 else None
         name = argument.key if position is None else self.name(position)
@@ -94,7 +96,8 @@ class Signature:
         return f"count it in static_argnums={position}"
 
     def donated(self, dynamic: Any, donation: Signature, n_args: int) -> tuple[bool, ...]:
-        """Whether each leaf of the dynamic arguments is part of one that `donation` names, as this names static ones.
+        """Whether each leaf of the dynamic arguments belongs to an argument in `donation`, which is given as static
+        ones are.
 
         Positions from the end donate nothing, as under `jax.jit`.
         """
@@ -111,7 +114,8 @@ class Signature:
         return tuple(flags)
 
     def named(self, paths: Sequence[str], positions: Positions, names: Names, n_args: int) -> tuple[bool, ...]:
-        """Whether each leaf, at these paths, is part of an argument at `positions` or of what a name stands for.
+        """Whether each leaf, at these paths, belongs to an argument at `positions` or to something that a name stands
+        for.
 
         Positions below 0 count from the end of the call's `n_args` positional arguments, as static ones do. Empty where
         nothing is named. Raises ArgumentError for a name or position that is no argument of the call.
@@ -129,7 +133,7 @@ class Signature:
         return tuple(map(any, zip(*whole, strict=True)))
 
     def unusable(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> str:
-        """The first argument because of which a call may have ended in this error, and why; empty if there is none."""
+        """The first argument that may have caused this error of a call, and why; empty if there is none."""
         try:
             dynamic, _ = self.split(args, kwargs)
         except ArgumentError:  # a static one that has no hash is what the call ended in
@@ -205,7 +209,7 @@ def types_of(leaves: Sequence[Any]) -> tuple[Type | None, ...]:
 
 
 def structs_of(dynamic: Any, signature: Signature, n_args: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The type of each leaf of the dynamic arguments: shape, dtype and weakness, no sharding.
+    """The type of each leaf of the dynamic arguments: shape, dtype and weakness, without a sharding.
 
     Raises ArgumentError, with the argument's path, for a leaf that is no array.
     """
@@ -229,10 +233,11 @@ def structs_of(dynamic: Any, signature: Signature, n_args: int) -> tuple[jax.Sha
 
 
 def traceable(dynamic: Any, signature: Signature, n_args: int) -> Any:
-    """The dynamic arguments as `jax.jit` may trace them: with leaves whose types say shape, dtype and weakness alone.
+    """The dynamic arguments as `jax.jit` can trace them, with leaves whose types have only shape, dtype and weakness.
 
-    Arrays stay in the pytree that the caller built, whose nodes may take nothing else. If a leaf is a transformation's
-    or lies on an explicit mesh, all become plain `jax.ShapeDtypeStruct`s. Raises ArgumentError for what is no array.
+    Arrays stay in the pytree that the caller built, whose nodes may accept nothing else. If a leaf belongs to a
+    transformation or is on an explicit mesh, all become plain `jax.ShapeDtypeStruct`s. Raises ArgumentError for leaves
+    that are no arrays.
     """
     structs = structs_of(dynamic, signature, n_args)
     leaves, tree = jax.tree.flatten(dynamic)
@@ -258,7 +263,7 @@ def _tuple(given: Any, single: type) -> tuple[Any, ...]:
 
 
 def _is_part(path: str, name: str) -> bool:
-    """Whether a path leads to a part of what a name stands for, or to all of it."""
+    """Whether a path leads to what a name stands for, or to a part of it."""
     return re.match(rf"{re.escape(name)}(?![\w])", path) is not None
 
 

@@ -1,12 +1,12 @@
-"""Gathers and scatters of one element a row, `x[jnp.arange(n), i]`, as those that take rows one by one.
+"""Gathers and scatters of one element of each row, `x[jnp.arange(n), i]`, rewritten to take rows one by one.
 
-Their indices name the row in a column that counts rows. Without that column, and with rows side by side, the same
-elements are taken, and it is seen that no row needs another: a batch can be cut, and taken in parts.
+Their indices have a column that counts rows. Without that column, and with rows as a batch dimension, the same elements
+are taken, and it is seen that no row needs another: a batch can be sharded, and taken in parts.
 
-JAX takes what counts rows out of a loop over layers, and stacks the joined indices of all layers for the backward loop:
-bodies are told how their inputs count, and loops how their results do.
+JAX moves what counts rows out of a loop over layers, and stacks the joined indices of all layers for the backward loop:
+so bodies are given the counts of their inputs, and loops the counts of their results.
 
-Reference: JAX's `GatherDimensionNumbers`, whose `operand_batching_dims` are dimensions side by side.
+Reference: JAX's `GatherDimensionNumbers`, whose `operand_batching_dims` are batch dimensions.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _FIELDS = {
         SCATTERS, ("inserted_window_dims", "scatter_dims_to_operand_dims", "scatter_indices_batching_dims")
     ),
 }
-"""By primitive, the names of the dimensions that are left out, of those that columns of indices are for, and of those
-of indices that lie side by side."""
+"""By primitive, the names of its parameters for dimensions that are left out, for those that columns of indices select
+from, and for batch dimensions of operand and indices.
+"""
 
 
 Count = int | tuple[int | None, ...]
@@ -44,13 +45,15 @@ Count = int | tuple[int | None, ...]
 None for a column that does not count."""
 
 _UNSET: Count = ()
-"""The count of a value which may be anything."""
+"""The count of a value that may be anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Values:
-    """The values of a program so far: their types, the nodes that make them, arrays that are known, numbers, and how
-    those count of which that is `given`, the inputs of a loop's body and the results of a loop.
+    """The values of a program so far: their types, the nodes that make them, the arrays and numbers that are known, and
+    how values count.
+
+    `given` are the counts of values that no node here makes: inputs of a loop's body, and results of a loop.
     """
 
     types: Sequence[TensorType]
@@ -64,7 +67,7 @@ class Values:
         self.given.update((v, count) for v, count in zip(values, counts, strict=True) if count is not None)
 
     def count(self, value: int) -> Count | None:
-        """All that is known of how a value counts; None where it does not."""
+        """Everything that is known of how a value counts; None if it does not."""
         if (dim := self.counted(value)) is not None:
             return dim
         if self._is_unset(value):
@@ -73,8 +76,8 @@ class Values:
         return None if all(column is None for column in columns) else columns
 
     def columns(self, value: int) -> tuple[int | None, ...]:
-        """The dimension along which each column of a value counts, None for one that does not; nothing for a value that
-        is not known by columns.
+        """The dimension along which each column of a value counts, None for columns that do not; empty if the value is
+        not known by columns.
         """
         node, count = self.makers.get(value), self.given.get(value)
         if count is not None:
@@ -111,7 +114,7 @@ class Values:
         return after[0] if before == [dim] and len(after) == 1 else None
 
     def _is_unset(self, value: int) -> bool:
-        """Whether nothing is written to a value, as to what another branch saves for the backward pass."""
+        """Whether a value may be anything, like what another branch saves for the backward pass."""
         node = self.makers.get(value)
         if node is not None and node.primitive == "broadcast_in_dim":
             node = self.makers.get(node.inputs[0])
@@ -128,7 +131,9 @@ class Values:
 
 
 def _counted(array: Any) -> int | None:
-    """The dimension along which a known array of integers counts from 0; None where it is not all here."""
+    """The dimension along which a known array of integers counts from 0; None where not all of it is on this
+    process.
+    """
     if not isinstance(array, np.ndarray) and not (jax_compat.is_concrete(array) and array.is_fully_addressable):
         return None
     known = np.asarray(array)
@@ -140,7 +145,7 @@ def _counted(array: Any) -> int | None:
 
 
 def entering(equation: Any, counts: Sequence[Count | None]) -> list[list[Count | None]]:
-    """The counts of the inputs of each body of a loop or branch, by those of its operands; a carry has none."""
+    """The counts of the inputs of each body of a loop or branch, by those of its operands; carries have none."""
     params = equation.params
     match equation.primitive.name:
         case "scan":
@@ -158,8 +163,8 @@ def entering(equation: Any, counts: Sequence[Count | None]) -> list[list[Count |
 
 
 def leaving(equation: Any, bodies: Sequence[Sequence[Count | None]]) -> list[Count | None]:
-    """The counts of the results of a loop or branch, by those of its bodies: of what a scan stacks, and of what all
-    branches that set it return alike.
+    """The counts of the results of a loop or branch, by those of its bodies: of what a scan stacks, and of results in
+    which all branches that set them agree.
     """
     match equation.primitive.name:
         case "scan":
@@ -181,7 +186,7 @@ def _stacked(count: Count | None, by: int) -> Count | None:
 
 
 def columns_of(node: Node | None, types: Sequence[TensorType]) -> tuple[int, ...]:
-    """The values that a node joins as the columns of its result; nothing for a node that does not."""
+    """The values that a node joins as the columns of its result; empty for any other node."""
     if node is None or node.primitive != "concatenate" or node.params["dimension"] != types[node.outputs[0]].rank - 1:
         return ()
     return node.inputs if all(types[column].shape[-1] == 1 for column in node.inputs) else ()
@@ -189,19 +194,19 @@ def columns_of(node: Node | None, types: Sequence[TensorType]) -> tuple[int, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The places of the columns of indices that stay, and the parameters of the gather or scatter that takes them."""
+    """The indices without the columns that count rows, and the parameters of the gather or scatter that takes them."""
 
     columns: tuple[int, ...]
     params: Mapping[str, Any]
 
 
 def _holds(dtype: str, count: int) -> bool:
-    """Whether a dtype is one of integers that counts so many from 0."""
+    """Whether a dtype has integers large enough to count to `size` from 0."""
     return dtype.startswith(("int", "uint")) and count - 1 <= np.iinfo(dtype).max
 
 
 def by_row(primitive: str, params: Mapping[str, Any], inputs: Sequence[int], values: Values) -> Rows | None:
-    """A gather or scatter with the columns of its indices that count rows left out; None where there are none.
+    """A gather or scatter without the columns of its indices that count rows; None where there are none.
 
     At least one column has to be left.
     """
@@ -236,8 +241,8 @@ def by_row(primitive: str, params: Mapping[str, Any], inputs: Sequence[int], val
 
 
 def taken_whole(equation: Any) -> Any:
-    """The jaxpr of a gather or scatter at index 0 of all that there is, as `jnp.take(x, 0, -1)` takes it of one column:
-    the operand in another shape, or what is added to it; None for all else.
+    """The jaxpr of a gather or scatter at index 0 of the only element, as of one column in `jnp.take(x, 0, -1)`: the
+    operand in another shape, or the sum with it; None for any other.
     """
     operand, _, *updates = (var.aval for var in equation.invars)
     name, params, result = equation.primitive.name, equation.params, equation.outvars[0].aval

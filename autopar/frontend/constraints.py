@@ -1,4 +1,4 @@
-"""`autopar.constrain`: a value inside a step that lies as its user says, by the axes of the plan's mesh."""
+"""`autopar.constrain`: a value inside a step in a sharding that its user chooses, by the axes of the plan's mesh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.plan import axes_of
 Value = TypeVar("Value")
 
 constrain_p = Primitive("autopar_constrain")
-"""The identity, with the mesh axes that cut each dimension of its result, None where any may."""
+"""The identity, with the mesh axes that cut each dimension of its result; None where the planner decides."""
 
 constrain_p.def_impl(lambda x, *, axes: x)
 constrain_p.def_abstract_eval(lambda x, *, axes: x)
@@ -33,11 +33,12 @@ batching.primitive_batchers[constrain_p] = _batched
 
 
 def constrain(value: Value, spec: PartitionSpec) -> Value:
-    """`value`, an array or a pytree of arrays, which plans place as `spec` says, by the names of their mesh's axes.
+    """`value`, an array or a pytree of arrays, for which plans use the sharding `spec`, by the names of their mesh's
+    axes.
 
-    Dimensions that the spec leaves out are whole, those of `P.UNCONSTRAINED` lie anyhow. Outside a planned step it is
-    the identity. Name the axes by `Auto(mesh={"data": 4, "model": 2})`. Raises ArgumentError for what is no spec of
-    the value.
+    Dimensions that the spec leaves out are replicated, and those of `P.UNCONSTRAINED` are for the planner to decide.
+    Outside a planned step this is the identity. Name the axes by `Auto(mesh={"data": 4, "model": 2})`. Raises
+    ArgumentError for a spec that does not fit the value.
     """
     return jax.tree.map(lambda x: constrain_p.bind(x, axes=_axes(x, spec)), value)
 

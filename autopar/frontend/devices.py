@@ -1,4 +1,4 @@
-"""The devices that a program names, in their order: it runs there, and all its shardings are there, as under `jit`."""
+"""The devices that a program names, in their order: it runs on these, with all its shardings, as under `jit`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autopar.frontend.primitives import meshes_of
 
 
 def named_devices(jaxpr: Any, around: Sequence[tuple[Sharding, str]], mesh: Any, source: str) -> Devices | None:
-    """The devices that a program's own shardings are on; None where it has none.
+    """The devices of a program's own shardings; None where it has none.
 
-    `around` are those of its arguments and results, with their names; a sharding without devices is on the ambient
-    `mesh`. Raises ArgumentError where they differ, as `jax.jit` does.
+    `around` are the shardings of its arguments and results, with their names; a sharding without devices is on the
+    ambient `mesh`. Raises ArgumentError where devices differ, as `jax.jit` does.
     """
     known: dict[Devices, str] = {}
     for sharding, name in (*around, *_shardings(jaxpr)):
@@ -37,7 +37,7 @@ def _numbers(devices: Devices) -> list[int]:
 
 
 def _shardings(jaxpr: Any) -> Iterator[tuple[Any, str]]:
-    """Every sharding or mesh in a program, with the name of what it is of."""
+    """(sharding or mesh, the name of what has it) for every one in a program."""
     opened, _ = jax_compat.open_jaxpr(jaxpr)
     for equation in opened.eqns:
         for sharding in meshes_of(equation):

@@ -1,7 +1,7 @@
-"""`argmax` and `argmin` that may be cut along the dimension they look through.
+"""`argmax` and `argmin` that can be sharded along the dimension that they search.
 
-The largest element comes first, by a reduction of its own, and then where it is, of pieces the least position that any
-of them has. So logits that lie cut over the vocabulary are not gathered for an accuracy.
+The extreme element is found first, by a reduction of its own, and then its position, the least one that any piece has.
+So logits that are sharded over the vocabulary need not be gathered for an accuracy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 
 def _position(of_whole: Function, name: str) -> Primitive:
-    """The primitive (array, its extreme along `axes`) -> the position of the extreme, which whole arrays tell alone."""
+    """The primitive (array, its extreme along `axes`) -> the position of the extreme."""
 
     def position(x: jax.Array, extreme: jax.Array, *, axes: tuple[int], index_dtype: Any) -> jax.Array:
         del extreme
@@ -51,11 +51,15 @@ _EXTREMES: dict[Any, tuple[Function, Primitive]] = {
     lax.argmax_p: (lax.reduce_max, _position(lax.argmax, lax.argmax_p.name)),
     lax.argmin_p: (lax.reduce_min, _position(lax.argmin, lax.argmin_p.name)),
 }
-"""JAX's primitives of positions: (what gives the element, what gives its position with that as another operand)."""
+"""JAX's primitives of positions: (the function for the element, the primitive for its position with that as another
+operand).
+"""
 
 
 def by_extreme(equation: Any) -> Any:
-    """The jaxpr of a position with the extreme before it; None for what asks for no position or compares no numbers."""
+    """The jaxpr of an `argmax` or `argmin` that computes the extreme first; None for other equations, and if it
+    compares no numbers.
+    """
     if equation.primitive not in _EXTREMES or not jnp.issubdtype(equation.invars[0].aval.dtype, np.number):
         return None
     reduce, position = _EXTREMES[equation.primitive]

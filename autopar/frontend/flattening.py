@@ -1,7 +1,7 @@
-"""A jaxpr as the planner's `Graph`: calls inlined, scalars as numbers, parameters as plain data, dead nodes gone.
+"""A jaxpr as the planner's `Graph`: calls inlined, scalars as numbers, parameters as plain data, dead nodes removed.
 
 `scan`, `while` and `cond` stay nodes with their bodies as subgraphs. A sharding constraint of the user's becomes the
-devices of every piece, and so does what else says where a value lies (options of a `jit` inside, `device_put`); a
+devices of every piece, and so do other statements of where a value is (options of a `jit` inside, `device_put`); a
 `shard_map` becomes the placements of its operands and results; `reshard`, which JAX leaves around them, says nothing
 more.
 """
@@ -56,7 +56,7 @@ from autopar.frontend.row_tests import tested_by_row
 from passes.ir import Graph, Node, TensorType
 
 ROWWISE = SCATTERS | {GATHER}
-"""Primitives that may take one element a row."""
+"""Primitives that may take one element of each row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Equation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A graph with what it takes to run it: `equations[i]` is node i's, `constants[i]` the array of constant i."""
+    """A graph with all that is needed to run it: `equations[i]` is node i's, `constants[i]` the array of constant i."""
 
     graph: Graph
     equations: tuple[Equation, ...]
@@ -88,8 +88,8 @@ def flatten(
     out_shardings: Placed = (),
     row_loops: RowLoops | None = None,
 ) -> Body:
-    """The body of a closed jaxpr, whose outputs lie in these shardings where there are any, with `row_loops` side by
-    side.
+    """The body of a closed jaxpr, with its outputs in these shardings where there are any; rows of `row_loops` run side
+    by side.
 
     Raises UnsupportedError for a side effect or reference that no plan can keep.
     """
@@ -102,7 +102,7 @@ def flatten(
 
 
 def _inner(jaxpr: Any, call: Site, counts: Sequence[Count | None]) -> tuple[Body, list[Count | None]]:
-    """(the body of a loop or branch at `call`, how its outputs count) for inputs that count so."""
+    """(the body of a loop or branch at `call`, how its outputs count) for inputs that count as given."""
     opened, consts = jax_compat.open_jaxpr(jaxpr)
     build = _Builder(RowLoops())
     inputs = [build.fresh(var.aval) for var in opened.invars]
@@ -124,7 +124,7 @@ class Site:
 
 
 class _Builder:
-    """A graph being written: values are numbered as they appear and renumbered at the end."""
+    """A graph under construction: values are numbered as they appear and renumbered at the end."""
 
     def __init__(self, row_loops: RowLoops) -> None:
         self.row_loops = row_loops
@@ -165,7 +165,7 @@ class _Builder:
         return self.constant(literal.val, literal.aval) if number is None else self._number(number, dtype)
 
     def _number(self, number: float | int | bool, dtype: Any) -> int:
-        """The value of a number, one for all that are the same."""
+        """The value of a number, the same for equal numbers."""
         key = (repr(number), dtype_name(dtype))
         if key not in self._literal_values:
             self._literal_values[key] = value = self.fresh(jax.ShapeDtypeStruct((), dtype))
@@ -173,13 +173,13 @@ class _Builder:
         return self._literal_values[key]
 
     def _spread(self, number: float | int | bool, aval: Any, site: Site) -> int:
-        """The value of an array whose elements are all this number."""
+        """The value of an array of which every element is this number."""
         value = self._number(number, aval.dtype)
         params = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
         return self.write(broadcast_in_dim_p, (value,), (self.fresh(aval),), params, site)[0] if aval.shape else value
 
     def inline(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], call: Site) -> list[int]:
-        """The output values of an open jaxpr called at `call`, its equations appended."""
+        """The output values of an open jaxpr called at `call`, with its equations appended."""
         values = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, array in zip(jaxpr.constvars, consts, strict=True):
             values[var] = self.constant(array, var.aval)
@@ -238,7 +238,7 @@ class _Builder:
         )
 
     def _of_known(self, equation: Any, inputs: tuple[int, ...], site: Site) -> Sequence[int]:
-        """The output values of an equation that is simpler for what is known of its operands; none of any other."""
+        """The output values of an equation that is simpler by what is known of its operands; None for any other."""
         if (number := computed(equation, inputs, self.values)) is not None:
             return (self._spread(number, equation.outvars[0].aval, site),)
         if equation.primitive.name not in ROWWISE:
@@ -249,7 +249,7 @@ class _Builder:
         return self._by_row(equation, inputs, rows, site) if rows else ()
 
     def _by_row(self, equation: Any, inputs: tuple[int, ...], rows: Rows, site: Site) -> Sequence[int]:
-        """The output values of a gather or scatter that takes rows one by one."""
+        """The output values of a gather or scatter rewritten to take rows one by one."""
         indices = self.types[inputs[1]]
         columns = tuple(_column(self, inputs[1], place, site) for place in rows.columns)
         (first, *others) = columns
@@ -267,7 +267,7 @@ class _Builder:
         params: Mapping[str, Any],
         site: Site,
     ) -> tuple[int, ...]:
-        """The output values of a primitive that the program did not have so."""
+        """The output values of a primitive that the user's program does not have in this form."""
         node = Node(
             primitive=primitive.name,
             inputs=inputs,
@@ -298,7 +298,9 @@ class _Builder:
         return self.append(node, Equation(primitive=sharding_constraint_p, params={"sharding": sharding}))[0]
 
     def _params(self, equation: Any, source: str) -> dict[str, object]:
-        """The parameters of a node; equal ones are read once. Values of equal hash and other type stay apart."""
+        """The parameters of a node, converted once for equal ones; values that are equal but of other type
+        stay apart.
+        """
         values = tuple(equation.params.values())
         key = (equation.primitive.name, *equation.params, *map(type, values), *values)
         try:
@@ -327,7 +329,7 @@ def _column(build: _Builder, value: int, place: int, site: Site) -> int:
 
 
 def _barrier(build: _Builder, equation: Any, inputs: tuple[int, ...], site: Site) -> tuple[int, ...]:
-    """The inputs of a recomputation behind a barrier: without it XLA merges it with the first computation."""
+    """The inputs of a recomputation behind a barrier, without which XLA merges it with the first computation."""
     is_recomputation = equation.params.get("differentiated") and equation.params.get("prevent_cse")
     if not is_recomputation:
         return inputs

@@ -29,13 +29,14 @@ from passes.rules import ShardingRule, rules_of
 WORTH = 2
 """The bytes joined or taken apart in groups that there must be for every byte put into another order, chosen.
 
-Either moves most of its rows between devices. What saves less than twice as much as it moves is left as it is written:
-the saving is not sure, as other dimensions may be cut."""
+Either moves most of its rows between devices. What saves less than twice what it moves is left as it is written: the
+saving is not sure, as other dimensions may be sharded.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of elements along a dimension that is joined of pieces of these `sizes`: in so many `groups`, each with
+    """The order of elements along a dimension that is joined of pieces of these `sizes`: in `groups` groups, each with
     its share of every piece. Two groups of (4, 2) are a0 a1 b0 | a2 a3 b1.
     """
 
@@ -49,11 +50,11 @@ Orders = Mapping[int, Order]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeChange:
-    """The change of one node: it joins batches in so many `groups` (`is_join`), or takes them apart, `along` these
+    """The change of one node: it joins batches in `groups` groups (`is_join`), or takes them apart, `along` these
     dimensions, each with the number of its parts.
 
-    The values at these positions among its `operands`, which are in groups, are put into the program's order before;
-    `results` come in that, and are put into groups after.
+    The values at these positions among its `operands` are in groups, and are put into the program's order first;
+    `results` are in the program's order, and are put into groups afterwards.
     """
 
     along: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -83,8 +84,10 @@ class Changes:
 
 
 def joined_batches(graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()) -> Changes | None:
-    """The changes after which joined batches are in groups; None where no batches are joined, or too many bytes would
-    be put into another order. `named` says which inputs the user calls the batch, as for `batch_inputs`.
+    """The changes after which joined batches are in groups; None if no batches are joined, or if too many bytes would
+    be put into another order.
+
+    `named` says which inputs the user calls the batch, as for `batch_inputs`.
     """
     batch = [graph.inputs[i] for i in batch_inputs(graph, state_pairs, named)]
     groups = math.gcd(*(graph.types[value].shape[0] for value in batch)) if batch else 1
@@ -92,13 +95,13 @@ def joined_batches(graph: Graph, state_pairs: StatePairs = (), named: Sequence[b
         return None
     dims = DimClasses(multiple=groups)
     top = dims.add(graph)
-    program = _Program(groups=groups, dims=dims, scopes=tuple(_scopes(graph, top)))
-    program.settle({dims.root(top.firsts[value]) for value in batch})
-    return _changes(program, 0) if program.shares else None
+    classes = _JoinedClasses(groups=groups, dims=dims, scopes=tuple(_scopes(graph, top)))
+    classes.settle({dims.root(top.firsts[value]) for value in batch})
+    return _changes(classes, 0) if classes.shares else None
 
 
 def _may_join(graph: Graph, groups: int) -> bool:
-    """Whether a program joins several arrays along a dimension of which each has a multiple of so many elements."""
+    """Whether a program joins several arrays along a dimension of which each has a multiple of `groups` elements."""
     for node in graph.nodes:
         for whole in wholes_of(graph, node, groups):
             if (
@@ -112,9 +115,10 @@ def _may_join(graph: Graph, groups: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scope:
-    """The program or a body in it: its graph with the numbers of its dimensions, which runs so many `times` a step.
+    """The program or a body in it: its graph with the numbers of its dimensions; it runs `times` times a step.
 
-    `bodies` are the positions, among all scopes, of those of its loops and branches, by (node, number of the body).
+    `bodies` are the positions, among all scopes, of the bodies of its loops and branches, by (node, number of the
+    body).
     """
 
     graph: Graph
@@ -141,9 +145,9 @@ def _scopes(graph: Graph, numbering: Numbering, times: int = 1, number: int = 0)
 
 @dataclass(frozen=True, slots=True)
 class _Restored:
-    """A dimension of a value in groups that a node, at this operand or result, has in the program's order.
+    """A dimension of a value in groups that a node needs in the program's order, at this operand or result.
 
-    To change the order sends rows between devices (`is_sent`) unless each of them has all.
+    Changing the order sends rows between devices (`is_sent`) unless each device has all of them.
     """
 
     is_result: bool
@@ -154,8 +158,8 @@ class _Restored:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Program:
-    """The orders of a program's classes of dimensions.
+class _JoinedClasses:
+    """The classes of dimensions that are joined of batches, and the order along each.
 
     `shares` are the relative sizes of the pieces that a class is joined of: (1, 3) for labelled rows and three times as
     many others. Classes that are `rejected` stay as they are written.
@@ -171,17 +175,16 @@ class _Program:
         """Finds the classes that are joined of pieces of the `batch`; anew without those that are not worth it."""
         while True:
             self.shares = {}
-            while self._grows(batch):
-                pass
+            n_known = -1
+            while len(self.shares) > n_known:  # what one pass finds may let the next find more
+                n_known = len(self.shares)
+                for scope in self.scopes:
+                    for node in scope.graph.nodes:
+                        self._add_shares(scope, node, batch)
             rejected = self._uneven() or self._not_worth()
             if not rejected:
                 return
             self.rejected |= rejected
-
-    def _grows(self, batch: set[int]) -> bool:
-        """Whether a pass over the program finds more classes that are joined of the batch, or of such classes."""
-        news = [self._learns(scope, node, batch) for scope in self.scopes for node in scope.graph.nodes]
-        return any(news)
 
     def root(self, scope: _Scope, value: int, dim: int) -> int:
         """The class of a dimension."""
@@ -204,32 +207,29 @@ class _Program:
                 orders[dim] = Order(self.groups, self.pieces(scope, value, dim) or ())
         return orders
 
-    def _learns(self, scope: _Scope, node: Node, batch: set[int]) -> bool:
-        """Whether a node says of a new class of what it is joined: the whole that it joins, or a part of several pieces
-        that it takes of another whole.
+    def _add_shares(self, scope: _Scope, node: Node, batch: set[int]) -> None:
+        """Adds the shares of the classes that a node says are joined of the batch, or of such classes.
+
+        Those are the whole that it joins, or a part of several pieces that it takes of another whole.
         """
-        is_new = False
         for whole in wholes_of(scope.graph, node, self.groups):
             if whole.is_join and len(whole.parts) > 1:
                 pieces = [self._pieces_of(scope, part) for part in whole.parts]
                 roots = {self.root(scope, part.value, part.dim) for part in whole.parts}
                 if all(pieces) and not roots.isdisjoint(batch.union(self.shares)):
                     root = self.root(scope, whole.value, whole.dim)
-                    is_new |= self._note(root, tuple(itertools.chain.from_iterable(pieces)))
+                    self._add_share(root, tuple(itertools.chain.from_iterable(pieces)))
             else:
                 for part in whole.parts:
                     pieces_there = self._pieces_at(scope, whole, part)
                     if len(pieces_there) > 1 and not any(n % part.scale for n in pieces_there):
-                        is_new |= self._note(self.root(scope, part.value, part.dim), pieces_there)
-        return is_new
+                        self._add_share(self.root(scope, part.value, part.dim), pieces_there)
 
-    def _note(self, root: int, pieces: tuple[int, ...]) -> bool:
-        """Whether it is new, and noted now, that a class is joined of pieces of these sizes."""
-        if root in self.shares or root in self.rejected:
-            return False
-        common = math.gcd(*pieces)
-        self.shares[root] = tuple(piece // common for piece in pieces)
-        return True
+    def _add_share(self, root: int, pieces: tuple[int, ...]) -> None:
+        """Adds a class that is joined of pieces of these sizes, unless it is known or rejected."""
+        if root not in self.shares and root not in self.rejected:
+            common = math.gcd(*pieces)
+            self.shares[root] = tuple(piece // common for piece in pieces)
 
     def _pieces_of(self, scope: _Scope, part: Part) -> tuple[int, ...]:
         """The sizes of the pieces that a part is joined of, in elements of its whole; none where the groups do not
@@ -319,24 +319,24 @@ class _Program:
                         yield _Restored(is_result, position, value, dim, is_sent=not is_whole)
 
 
-def _changes(program: _Program, number: int) -> Changes:
+def _changes(classes: _JoinedClasses, number: int) -> Changes:
     """The changes of the scope of this number and of the bodies in it."""
-    scope = program.scopes[number]
+    scope = classes.scopes[number]
     graph = scope.graph
     nodes: dict[int, NodeChange] = {}
     for index, node in enumerate(graph.nodes):
         sides: tuple[dict[int, dict[int, Order]], ...] = ({}, {})
-        for restored in program.restored(scope, index):
+        for restored in classes.restored(scope, index):
             if restored.is_result or not _is_same(scope, restored.value, restored.dim):
                 orders = sides[restored.is_result].setdefault(restored.position, {})
-                orders[restored.dim] = program.orders(scope, restored.value)[restored.dim]
-        in_groups = program.wholes_in_groups(scope, node)
+                orders[restored.dim] = classes.orders(scope, restored.value)[restored.dim]
+        in_groups = classes.wholes_in_groups(scope, node)
         if in_groups or any(sides):
             operands, results = sides
             nodes[index] = NodeChange(
                 along={whole.dim: len(whole.parts) for whole in in_groups},
                 is_join=any(whole.is_join for whole in in_groups),
-                groups=program.groups,
+                groups=classes.groups,
                 operands=operands,
                 results=results,
             )
@@ -344,13 +344,13 @@ def _changes(program: _Program, number: int) -> Changes:
     leaving = graph.outputs if number == 0 else ()
     return Changes(
         nodes=nodes,
-        bodies={place: _changes(program, inner) for place, inner in scope.bodies.items()},
-        values={value: orders for value in entering if (orders := program.orders(scope, value))},
-        outputs={i: orders for i, value in enumerate(leaving) if (orders := program.orders(scope, value))},
+        bodies={place: _changes(classes, inner) for place, inner in scope.bodies.items()},
+        values={value: orders for value in entering if (orders := classes.orders(scope, value))},
+        outputs={i: orders for i, value in enumerate(leaving) if (orders := classes.orders(scope, value))},
     )
 
 
 def _is_same(scope: _Scope, value: int, dim: int) -> bool:
-    """Whether all elements of a value along a dimension are the same, so that it has them in any order."""
+    """Whether all elements of a value along a dimension are equal, so that their order does not matter."""
     maker = scope.graph.producers.get(value)
     return maker is not None and scope.rules[maker].repeats(dim)

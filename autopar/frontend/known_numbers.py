@@ -1,8 +1,8 @@
-"""Values that are one number throughout and known when a function is traced, such as the 1/n of a mean's gradient.
+"""Values of which every element is one number that is known at tracing, such as the 1/n of a mean's gradient.
 
-XLA computes them before the program runs, and moves nothing of them between devices. As numbers they cost a plan
-nothing either, wherever they are read. Only what has one right result is computed here: arithmetic that IEEE 754 rounds
-correctly, comparisons, selections, and views of an array whose elements are all alike.
+XLA computes them before the program runs, and sends nothing of them between devices. As numbers they cost a plan
+nothing either, wherever they are read. Only results that are exact are computed here: arithmetic that IEEE 754 rounds
+correctly, comparisons, selections, and views of an array of equal elements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BROADCAST = "broadcast_in_dim"
 _VIEWS = frozenset(
     {BROADCAST, "copy", "dynamic_slice", "reshape", "rev", "slice", "squeeze", "stop_gradient", "transpose"}
 )
-"""Primitives whose result has no elements but those of the first operand."""
+"""Primitives whose result has only elements of the first operand."""
 
 _EXACT: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -47,14 +47,14 @@ _EXACT: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "xor": np.bitwise_xor,
     }
 )
-"""Primitives that have one right result, with what computes it."""
+"""Primitives with an exact result, with the function that computes it."""
 
 _INTEGERS = frozenset(f"{sign}int{width}" for sign in ("", "u") for width in (8, 16, 32, 64)) | {"bool"}
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 
 
 def as_number(value: Any, aval: Any) -> float | int | bool | None:
-    """A scalar as a Python number, None for an array and for what is no bool, integer or real."""
+    """A scalar as a Python number; None for an array, and for anything but a bool, integer or real number."""
     if aval.shape:
         return None
     match aval.dtype.name:
@@ -68,7 +68,7 @@ def as_number(value: Any, aval: Any) -> float | int | bool | None:
 
 
 def number_of(value: int, values: Values) -> float | int | bool | None:
-    """The number that a value is, or that every element of it is; None where none is known."""
+    """The number that a value is, or that all its elements are; None if it is not known."""
     maker = values.makers.get(value)
     if maker is not None and maker.primitive == BROADCAST:
         value = maker.inputs[0]
@@ -77,7 +77,7 @@ def number_of(value: int, values: Values) -> float | int | bool | None:
 
 
 def computed(equation: Any, inputs: Sequence[int], values: Values) -> float | int | bool | None:
-    """The number that every element of an equation's result is; None where it is not known, or not computed here."""
+    """The number that all elements of an equation's result are; None if it is not known, or not computed here."""
     numbers: list[float | int | bool] = []
     for value in inputs:
         if (number := number_of(value, values)) is None:
@@ -106,6 +106,8 @@ def computed(equation: Any, inputs: Sequence[int], values: Values) -> float | in
 
 
 def _representable(result: Any, dtype: Any) -> float | None:
-    """A result as a number; None for one that a device may have otherwise: no number, infinite, or flushed to zero."""
+    """A result as a number; None for one that devices may have differently: not a number, infinite, or
+    flushed to zero.
+    """
     number = float(result)
     return number if number == 0 or float(jnp.finfo(dtype).tiny) <= abs(number) < np.inf else None

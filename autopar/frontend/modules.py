@@ -1,8 +1,8 @@
 """Modules that are more than pytrees of arrays, taken as their own library's `jit` takes them.
 
-Equinox's have leaves that are no arrays: these are static, in arguments and in results (`equinox.filter_jit`). Flax
-NNX's are graphs of variables that a step changes in place: they are split before the call and updated after it
-(`nnx.jit`). Neither library is imported here: one whose modules are passed is there already.
+Equinox modules have leaves that are no arrays: these are static, in arguments and in results (`equinox.filter_jit`).
+Flax NNX modules are graphs of variables that a step changes in place: they are split before the call and updated after
+it (`nnx.jit`). Neither library is imported here: if modules of one are passed, it is loaded already.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ class Library(Protocol):
     """A library's way to take modules apart and to put them together again."""
 
     def pure(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of arrays that computes what `fun` does of modules."""
+        """The function of arrays that computes what `fun` does with modules."""
         ...
 
     def entered(self, dynamic: Any) -> AbstractContextManager[Entered]:
-        """The dynamic arguments (args, kwargs) of a call for the pure function; what it returns is put back inside."""
+        """The dynamic arguments (args, kwargs) of a call as the pure function takes them."""
         ...
 
 
 def library_of(dynamic: Any) -> Library | None:
-    """The library whose modules are among the arguments; None for pytrees of arrays."""
+    """The library whose modules are among the arguments; None for pytrees of arrays alone."""
     return next((library for library in (_NNX, EQUINOX) if library.is_in(dynamic)), None)
 
 
 @register_static
 @dataclass(frozen=True, slots=True)
 class _Static:
-    """A leaf that is no array, as a node without leaves; 1, 1.0 and True are three."""
+    """A leaf that is no array, as a node without leaves; 1, 1.0 and True are three different ones."""
 
     value: Any
     kind: type
 
 
 class _Equinox:
-    """The ways of `equinox.filter_jit`."""
+    """The library Equinox, taken as `equinox.filter_jit` takes its modules."""
 
     def is_in(self, dynamic: Any) -> bool:
         """Whether there is an Equinox module."""
@@ -74,7 +74,7 @@ class _Equinox:
 
 
 def without_leaves(tree: Any) -> Any:
-    """The tree with a static node for each leaf that is no array, where it has modules of Equinox's."""
+    """The tree with a static node for each leaf that is no array, where it has modules of Equinox."""
     return _without_leaves(tree) if EQUINOX.is_in(tree) else tree
 
 
@@ -93,7 +93,7 @@ def with_leaves(tree: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """The variables of a graph of modules, with its definition as the caller has it: by both, states are told apart."""
+    """The variables of a graph of modules, with the caller's definition of it: both tell states apart."""
 
     state: Any
     graphdef: Any
@@ -114,10 +114,10 @@ register_pytree_with_keys(
 
 
 class _Nnx:
-    """The ways of `nnx.jit`."""
+    """The library Flax NNX, taken as `nnx.jit` takes its modules."""
 
     def is_in(self, dynamic: Any) -> bool:
-        """Whether there is a graph of NNX's; a `State`, which was split by hand, is a pytree like any other."""
+        """Whether there is an NNX graph; a `State` that was split by hand is a pytree like any other."""
         nnx = sys.modules.get("flax.nnx")
         if nnx is None:
             return False
@@ -184,7 +184,7 @@ def _node_states(tree: Any, graphdefs: Iterator[Any] | None = None) -> Any:
 
 
 def _graphs_alone(tree: Any) -> Any:
-    """The tree with None for what is no graph of modules and cannot have been changed in place."""
+    """The tree with None for everything that is no graph of modules, and so cannot have been changed in place."""
     nnx = sys.modules["flax.nnx"]
 
     def is_graph(x: object) -> bool:

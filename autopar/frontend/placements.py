@@ -1,4 +1,4 @@
-"""Shardings as users write them: the device numbers of every piece, and what comes placed already."""
+"""Shardings as users write them, as the device numbers of every piece; and the shardings in which arguments arrive."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Placed = tuple[Sharding | None, ...]
 def placement_of(
     sharding: Sharding, shape: Sequence[int], free: Iterable[int] = (), source: str = ""
 ) -> DevicePlacement:
-    """The device numbers of an array of this shape in a sharding, in which the dimensions `free` may lie anyhow.
+    """The device numbers of an array of this shape in a sharding; dimensions in `free` are for the planner to decide.
 
-    A dimension that the devices do not divide is free as well. Raises UnsupportedError for a sharding without a mesh.
+    So is a dimension that the devices do not divide. Raises UnsupportedError for a sharding without a mesh.
     """
     whole = DevicePlacement(devices=sharding.num_devices, dims=((),) * len(shape))
     if not isinstance(sharding, NamedSharding):
@@ -48,7 +48,7 @@ def placement_of(
 
 
 def left_to_plan(sharding: Sharding) -> Sharding:
-    """The same sharding on axes that JAX's types do not follow, in which a value may be constrained."""
+    """The same sharding on axes that JAX's types do not track, in which a value may be constrained."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     mesh, auto = sharding.mesh, (AxisType.Auto,) * len(sharding.mesh.axis_names)
@@ -75,7 +75,7 @@ def devices_of(sharding: Any) -> Devices | None:
 
 
 def arriving(leaves: Sequence[Any]) -> Placed:
-    """The sharding of each argument that somebody has put on a mesh, or whose type says where it will be."""
+    """The sharding of each argument that is on a mesh, or whose type says where it will be; None for others."""
     return tuple(map(_committed, leaves))
 
 
@@ -87,5 +87,5 @@ def _committed(leaf: Any) -> Sharding | None:
 
 
 def specified(shardings: Sequence[Any]) -> Placed:
-    """The shardings with None where nothing is said, for which JAX has a value of its own."""
+    """The shardings with None for those that are unspecified, for which JAX has a value of its own."""
     return tuple(s if isinstance(s, Sharding) else None for s in shardings)

@@ -1,4 +1,5 @@
-"""Joins and positions: how nodes join arrays and take them apart, and along which factors an element's place matters.
+"""Joins and positions: how nodes join arrays and take them apart, and along which factors the index of an element
+matters.
 
 z = concatenate([x, y])      Whole(z, 0, is_join=True, parts=(Part(x, 0, begin=0, ...), Part(y, 0, begin=len(x), ...)))
 x = slice(z, 0, 4)           Whole(z, 0, is_join=False, parts=(Part(x, 0, begin=0, extent=4),))
@@ -22,7 +23,7 @@ weights have, which are merged too."""
 
 
 class Part(NamedTuple):
-    """The dimension `dim` of a value as part of a whole: `extent` elements of the whole, from its `begin` on.
+    """The dimension `dim` of a value as a part of a whole: `extent` elements of the whole, from element `begin` on.
 
     Each element of the part is `scale` elements of the whole.
     """
@@ -100,7 +101,7 @@ def _dimension(node: Node) -> int:
 
 
 def place_factors(node: Node, rule: ShardingRule) -> frozenset[int]:
-    """The factors of a node along which it matters at which place an element is, as for a cumulative sum."""
+    """The factors of a node along which the index of an element matters, as for a cumulative sum."""
     every = frozenset(range(len(rule.factors)))
     if rule.is_bound:
         return every

@@ -1,4 +1,4 @@
-"""Primitives as tracing reads them: which are only calls, which hold bodies, and parameters as plain data."""
+"""Primitives as tracing reads them: which are only calls, which have bodies, and their parameters as plain data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("b
 """Primitives that stay nodes, and the parameters that hold their bodies in the order of `Node.subgraphs`."""
 
 PLACED = frozenset({"sharding_constraint", "shard_map"})
-"""Primitives whose parameters read differently for other operands."""
+"""Primitives whose parameters mean different things for other operands."""
 
 ALONE = PLACED | {
     "cond",
@@ -51,7 +51,7 @@ ALONE = PLACED | {
     "rng_bit_generator",
     "rng_uniform",
 }
-"""Primitives that are another thing for several rows at once: both branches, fewer calls, other dimensions, numbers
+"""Primitives that are another thing for several rows at once: both branches, fewer calls, other dimensions, or numbers
 that the first row's key draws for all.
 """
 
@@ -59,7 +59,7 @@ KERNELS = frozenset({"mosaic"})
 """Platforms on which Pallas lowers the inside of a kernel, and JAX no program."""
 
 THREEFRY = "key<fry>"
-"""The dtype of keys of which each draws its own numbers, however many there are."""
+"""The dtype of keys each of which draws its own numbers, however many keys there are."""
 
 HINTS = frozenset({"reshard", "mesh_cast"})
 """Primitives that only say where a value is to live, which the plan does."""
@@ -79,7 +79,7 @@ _REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": j
 
 
 def dimension_reduction(equation: Any) -> Any:
-    """The jaxpr of what `vmap` leaves of a collective over its axis: a reduction of dimensions; None for all else."""
+    """The jaxpr of a collective over an axis of `vmap`, as a reduction over dimensions; None for any other equation."""
     reduce, params = _REDUCTIONS.get(equation.primitive.name), equation.params
     if reduce is None or params["axis_index_groups"] or not all(isinstance(axis, int) for axis in params["axes"]):
         return None
@@ -87,8 +87,8 @@ def dimension_reduction(equation: Any) -> Any:
 
 
 def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
-    """(the jaxpr that a `jax.lax.custom_linear_solve` runs, the positions of the operands that it takes); None for all
-    else.
+    """(the jaxpr that a `jax.lax.custom_linear_solve` runs, the positions of its operands); None for any other
+    equation.
 
     The other jaxprs are for derivatives, which have been taken.
     """
@@ -100,8 +100,8 @@ def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
 
 
 def outside_kernels(equation: Any) -> tuple[Any, Sequence[int]] | None:
-    """(the jaxpr of a choice by platform that runs outside kernels, the positions of the operands that it takes) where
-    there is one; None for all else.
+    """(the jaxpr that a choice by platform runs outside of kernels, the positions of its operands); None if there is no
+    such choice.
 
     `jnp.diagonal` has a branch for kernels. A branch that never runs would have its collectives planned and priced.
     """
@@ -111,11 +111,11 @@ def outside_kernels(equation: Any) -> tuple[Any, Sequence[int]] | None:
 
 
 def without_elements(equation: Any) -> Any:
-    """The jaxpr of an equation in which values without elements need nothing of the operands: empty results, parts that
-    are empty, a join with what is empty, the padding of nothing; None for all else.
+    """The jaxpr of an equation whose values without elements need nothing of the operands; None for any other.
 
-    `jax.lax.associative_scan` ends in such slices and joins. An array without elements is never cut, and so the slice
-    that makes it would bring to every device the whole of what it takes nothing of.
+    Such are empty results, empty parts, joins with empty arrays, and padding of them. `jax.lax.associative_scan` ends
+    in such slices and joins. An array without elements is never sharded, so the slice that makes it would gather its
+    whole operand on every device.
     """
     if all(0 not in var.aval.shape for side in (equation.invars, equation.outvars) for var in side):
         return None
@@ -150,13 +150,13 @@ def type_of(aval: Any) -> TensorType:
 
 
 def traced_for(fun: Callable[..., Any], equation: Any) -> Any:
-    """The jaxpr of a function that takes the operands of an equation."""
+    """The jaxpr of a function, traced for the operands of an equation."""
     with jax_compat.no_mesh():
         return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars))
 
 
 def without_dead_code(jaxpr: Any) -> tuple[Any, tuple[bool, ...]]:
-    """(a closed jaxpr without what its outputs do not need, in loops and branches too; which of its inputs it reads).
+    """(a closed jaxpr without equations that no output needs, in loops and branches too; which inputs it reads).
 
     That is what `jax.jit` compiles. All inputs are kept.
     """
@@ -172,7 +172,7 @@ def _is_empty(aval: Any) -> bool:
 
 
 def node_params(equation: Any, source: str) -> dict[str, object]:
-    """An equation's parameters as planning reads them: what the user has placed, a loop's counts, or all as they are.
+    """An equation's parameters as planning reads them: the user's placements, a loop's counts, or all as they are.
 
     Raises UnsupportedError for a `shard_map` that leaves axes to the plan.
     """
@@ -204,9 +204,9 @@ def node_params(equation: Any, source: str) -> dict[str, object]:
 
 
 def placed_by(equation: Any) -> tuple[Placed, Placed]:
-    """The shardings in which an equation has its operands, and its results; None, or nothing, where it says none.
+    """The shardings in which an equation has its operands and its results; None, or empty, where it says nothing.
 
-    What puts values into another memory is left alone.
+    Transfers to another memory are left alone.
     """
     params = equation.params
     if equation.primitive.name in PUTS:
@@ -216,7 +216,7 @@ def placed_by(equation: Any) -> tuple[Placed, Placed]:
 
 
 def meshes_of(equation: Any) -> list[Any]:
-    """The shardings and meshes that an equation says something of."""
+    """The shardings and meshes in an equation's parameters."""
     params = equation.params
     match equation.primitive.name:
         case "sharding_constraint":
@@ -237,7 +237,7 @@ def _spec(spec: Any, rank: int) -> str:
 
 
 def plain_params(params: Mapping[str, Any]) -> dict[str, object]:
-    """Parameters as plain data that reads the same in every process; jaxprs and callables are left out."""
+    """Parameters as plain data with the same text in every process; jaxprs and callables are left out."""
     return {key: _plain(value) for key, value in params.items() if not _is_code(value)}
 
 
@@ -276,7 +276,7 @@ def _plain(value: Any) -> object:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether a parameter is a program rather than data, or a collection of programs.
+    """Whether a parameter is a program or a collection of programs rather than data.
 
     Types and meshes are data, though both can be called.
     """
@@ -287,12 +287,12 @@ def _is_code(value: Any) -> bool:
 
 @cache
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype, which NumPy spells out anew each time."""
+    """The name of a dtype, cached, as NumPy composes it anew each time."""
     return str(dtype.name)
 
 
 def unsupported(primitive: str, reason: str, source: str) -> str:
-    """The message for a primitive whose effect no plan can keep, for this reason."""
+    """The message about a primitive whose effect no plan can keep, for this reason."""
     if "reference" in reason:
         remedy = "carry the value through the function as an argument and a result instead of updating it in place"
     else:

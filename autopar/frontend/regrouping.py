@@ -1,8 +1,8 @@
 """A program that joins batches in groups: its nodes changed as `joined_batches` says.
 
-In groups, an array of [rows, ...] is one of [groups, rows of a group, ...]. Batches are joined, taken apart and padded
-along the second dimension, so that a device with some of the groups needs nothing of others. What a node becomes is
-written as a JAX function of its operands, and traced in its place.
+An array in groups has shape [groups, rows of a group, ...] in place of [rows, ...]. Batches are joined, taken apart and
+padded along the second dimension, so that a device with some of the groups needs nothing of others. The changed form of
+a node is written as a JAX function of its operands, and traced in its place.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def regrouped(body: Body, changes: Changes) -> Body:
 
 
 class _Writer:
-    """The writer of a changed body: values keep their numbers, and new ones are added behind them.
+    """The writer of a changed body: values keep their numbers, and new ones are added after them.
 
-    Values that come in the program's order are `read` by the number that they have in groups; `in_order` are the values
-    in the program's order that there are already, by (value in groups, its orders).
+    Values in the program's order are `read` by the number that they have in groups; `in_order` are values in the
+    program's order that exist already, by (value in groups, its orders).
     """
 
     def __init__(self, body: Body, changes: Changes) -> None:
@@ -62,7 +62,7 @@ class _Writer:
         return Body(graph=graph, equations=tuple(self.equations), constants=self.body.constants)
 
     def _add(self, index: int, node: Node, equation: Equation) -> None:
-        """Adds a node, changed as is said of it."""
+        """Adds a node in its changed form."""
         change = self.changes.nodes.get(index, NodeChange())
         inputs = tuple(
             self._ordered(self.read.get(value, value), change.operands.get(position, {}), node)
@@ -109,7 +109,7 @@ class _Writer:
         self._apply(changed, (value,), (to,), node)
 
     def _apply(self, fun: Callable[..., Arrays], inputs: Sequence[int], outputs: Sequence[int], node: Node) -> None:
-        """Writes what a function computes, at the place of a node."""
+        """Writes what a function computes, in place of a node."""
         types = [self.types[value] for value in inputs]
         structs = [jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype)) for type in types]
         with jax_compat.no_mesh():
@@ -132,24 +132,24 @@ class _Writer:
 
 
 def _split(x: jax.Array, dim: int, *sizes: int) -> jax.Array:
-    """The array with a dimension split into so many."""
+    """The array with a dimension split in two, the first of that size."""
     return lax.reshape(x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]))
 
 
 def _merged(x: jax.Array, dim: int, count: int = 2) -> jax.Array:
-    """The array with so many dimensions as one."""
+    """The array with that many dimensions merged into one."""
     return lax.reshape(x, (*x.shape[:dim], math.prod(x.shape[dim : dim + count]), *x.shape[dim + count :]))
 
 
 def _swapped(x: jax.Array, dim: int) -> jax.Array:
-    """The array with a dimension and the next one in the other's place."""
+    """The array with a dimension and the next one exchanged."""
     order = list(range(x.ndim))
     order[dim], order[dim + 1] = dim + 1, dim
     return lax.transpose(x, order)
 
 
 def to_groups(x: jax.Array, dim: int, order: Order) -> jax.Array:
-    """An array in the program's order in groups."""
+    """An array in the program's order, rearranged in groups."""
     groups, sizes = order.groups, order.sizes
     if len(set(sizes)) == 1:
         return _merged(_swapped(_split(x, dim, len(sizes), groups, sizes[0] // groups), dim), dim, 3)
@@ -160,7 +160,7 @@ def to_groups(x: jax.Array, dim: int, order: Order) -> jax.Array:
 
 
 def to_order(x: jax.Array, dim: int, order: Order) -> jax.Array:
-    """An array in groups in the program's order."""
+    """An array in groups, rearranged in the program's order."""
     groups, sizes = order.groups, order.sizes
     if len(set(sizes)) == 1:
         return _merged(_swapped(_split(x, dim, groups, len(sizes), sizes[0] // groups), dim), dim, 3)
@@ -169,10 +169,11 @@ def to_order(x: jax.Array, dim: int, order: Order) -> jax.Array:
 
 
 def _drawn(node: Node, equation: Equation, change: NodeChange) -> Callable[..., Arrays] | None:
-    """The drawing of random bits in groups, which draws them in the program's order as far as their counters go; None
-    for all else, and where pieces are of different sizes.
+    """The function that draws random bits in groups, from counters in the program's order; None for any other node, and
+    for pieces of different sizes.
 
-    Bits depend on their place among all, not on the shape: those of [pieces, groups] are turned to [groups, pieces].
+    Bits depend on their position among all, not on the shape: those of [pieces, groups] are transposed to [groups,
+    pieces].
     """
     orders = dict(change.results.get(0, {}))
     if node.primitive != "random_bits" or not orders or any(len(set(order.sizes)) > 1 for order in orders.values()):
@@ -191,7 +192,7 @@ def _drawn(node: Node, equation: Equation, change: NodeChange) -> Callable[..., 
 
 
 def _joined(node: Node, equation: Equation, change: NodeChange) -> Callable[..., Arrays]:
-    """The function that a node becomes which joins batches, or takes them apart, in groups."""
+    """The function of a node that joins batches, or takes them apart, in groups."""
     params: Mapping[str, Any] = equation.params
     along, groups = sorted(change.along), change.groups
 

@@ -1,7 +1,8 @@
-"""Loops over the rows of the batch, as `jax.lax.map` is, with rows side by side: each device then runs its own.
+"""Loops over the rows of the batch, such as `jax.lax.map`, rewritten with rows side by side: each device then runs its
+own.
 
-A scan whose iterations stand alone is one of so many scans at once, each over its part of the rows. What they sum up
-(gradients of what they share) each sums up for itself.
+A scan whose iterations are independent becomes several scans at once, each over its part of the rows. Sums over
+iterations (gradients of shared values) are summed by each for itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autopar.frontend.primitives import ALONE, THREEFRY, dtype_name, traced_for
 @dataclass(frozen=True, slots=True)
 class RowLoops:
     """The equations that are loops over rows of the batch, by their parameters, with which of their carries stay
-    unchanged; and how many are to run at once.
+    unchanged; and how many parts run at once.
     """
 
     loops: tuple[tuple[Mapping[str, Any], tuple[bool, ...]], ...] = ()
@@ -35,10 +36,10 @@ class RowLoops:
 
 
 def side_by_side(equation: Any, parts: int, unchanged: Sequence[bool]) -> Any:
-    """The jaxpr of a scan over rows as so many scans at once, or as many as divide its length; None where that is
-    another thing, or one.
+    """The jaxpr of a scan over rows as several scans at once, of a number that divides its length; None where that
+    changes its meaning, or the number is 1.
 
-    Of its carries some are `unchanged`, the others sums.
+    Of its carries some are `unchanged`, and the others are sums.
     """
     params = equation.params
     length, counts = params["length"], jax_compat.scan_counts(params)
@@ -73,7 +74,7 @@ def side_by_side(equation: Any, parts: int, unchanged: Sequence[bool]) -> Any:
 
 
 def _is_of_a_row(equation: Any) -> bool:
-    """Whether an equation is the same for a row alone and for several side by side."""
+    """Whether an equation means the same for one row and for several side by side."""
     dtypes = (dtype_name(atom.aval.dtype) for atom in equation.invars if hasattr(atom.aval, "dtype"))
     return equation.primitive.name not in ALONE and all(d == THREEFRY or not d.startswith("key<") for d in dtypes)
 

@@ -1,6 +1,6 @@
-"""Loops under `vmap` whose rows end one by one: each device runs until its own rows have ended.
+"""Loops under `vmap` whose rows end one by one, rewritten so that each device runs until its own rows have ended.
 
-JAX gives such a loop a test for each row, and runs it while any row goes on; those that have ended stay as they are. So
+JAX gives such a loop a test for each row, and runs it while any row goes on; rows that have ended stay as they are. So
 a device need not wait for the rows of others, unless they share what the loop computes.
 """
 
@@ -18,7 +18,7 @@ from autopar.frontend.primitives import traced_for
 
 
 def _any_row() -> Primitive:
-    """The primitive (truth of rows) -> whether it holds in any of them, along `axes`."""
+    """The primitive (tests of rows) -> whether any of them is true, along `axes`."""
 
     def any_row(rows: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
         return rows.any(axes)
@@ -42,11 +42,11 @@ _any_row_p = _any_row()
 
 
 def tested_by_row(equation: Any) -> Any:
-    """The jaxpr of a loop that `vmap` has given a test for each row, which runs while any row goes on; None for all
-    else.
+    """The jaxpr of a loop that `vmap` has given a test for each row, which runs while any row goes on; None for any
+    other.
 
-    What is tested is carried from one iteration to the next: rows then lie anywhere, and one bit of them is known where
-    it is asked for. A loop whose test reads them needs them all.
+    The tests are carried from one iteration to the next, so rows can be anywhere, and only one bit of them is needed. A
+    loop whose test reads the rows needs all of them.
     """
     params = equation.params
     if equation.primitive.name != "while" or equation.effects or not params["cond_jaxpr"].out_avals[0].shape:

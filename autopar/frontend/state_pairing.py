@@ -1,4 +1,4 @@
-"""The results that the next call takes for arguments: a train step's parameters and optimizer state."""
+"""The results that are the next call's arguments: a train step's parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from passes.ir import Graph, Phase, StatePairs, phase
 def state_pairs(graph: Graph, in_tree: PyTreeDef, out_tree: PyTreeDef, donated: Sequence[bool]) -> StatePairs:
     """(output, input) leaves of each argument that some part of the output repeats in structure and types.
 
-    Donated arguments choose first, each takes the first match: the whole output, one of its parts, or a part of those.
-    A lone array, which looks like any other, is taken for state only if it is donated or updated: all arguments before
-    it are state, and the result is made of it and of gradients after the backward pass.
+    Donated arguments choose first, and each takes the first match: the whole output, one of its parts, or a part of
+    those. A lone array, which looks like any other, is taken for state only if it is donated or updated: all arguments
+    before it are state, and the result is made of it and of gradients after the backward pass.
 
-    An argument that comes back with some leaves of other types is paired but for those, and of one that comes back in
-    pieces each is paired: if it is donated, or more than one array and updated.
+    An argument that comes back with some leaves of other types is paired but for those leaves, and one that comes back
+    in pieces is paired piece by piece: if it is donated, or if it has more than one array and is updated.
     """
     args, kwargs = _Subtree(0, in_tree).children()
     pairing = _Pairing(graph, donated, _results(out_tree))
@@ -66,9 +66,9 @@ class _Pairing:
     taken: set[int] = field(default_factory=set[int])
 
     def pair(self, argument: _Subtree, is_state: Callable[[_Subtree, _Subtree], bool], *, exact: bool = True) -> bool:
-        """Whether an argument is paired now with the first result of its structure that `is_state` takes for it.
+        """Whether an argument is paired with a result; if so, with the first of its structure that `is_state` accepts.
 
-        All types are the same if it is to be `exact`, else those of more leaves than not, which are paired.
+        If it is to be `exact`, all types are the same; otherwise those of most leaves, which are paired.
         """
         graph = self.graph
         for result in self.results if argument.tree.num_leaves else ():
@@ -87,20 +87,21 @@ class _Pairing:
         return all(self.donated[i] for i in argument.leaves)
 
     def may_be_state(self, argument: _Subtree, result: _Subtree) -> bool:
-        """Whether an argument is state for all that is known where a result is like it."""
+        """Whether an argument that a result resembles may be state, by all that is known."""
         if argument.tree.num_leaves > 1 or self.is_donated(argument):
             return True
         paired = {i for _, i in self.pairs}
         return paired.issuperset(range(argument.first)) and self._is_updated(argument, result)
 
     def is_changed(self, argument: _Subtree, result: _Subtree) -> bool:
-        """Whether it is sure that an argument, or a piece of one, is state that comes back as a result."""
+        """Whether an argument, or a piece of one, is certainly state that comes back as a result."""
         return self.is_donated(argument) or (argument.tree.num_leaves > 1 and self._is_updated(argument, result))
 
     def _is_updated(self, argument: _Subtree, result: _Subtree) -> bool:
-        """Whether nodes of the apply phase alone make a result of an argument and of something of the backward pass.
+        """Whether nodes of the apply phase alone make a result of an argument and of a value of the backward pass.
 
-        New state of other types does not count: what it makes of a batch, say a reconstruction, is no update of that.
+        New state of other types does not count: what is made of a batch with it, such as a reconstruction, is no
+        update.
         """
         graph = self.graph
         types = {graph.types[graph.inputs[i]] for i in argument.leaves}

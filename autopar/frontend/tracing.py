@@ -1,4 +1,4 @@
-"""The traced program of a function at given arguments: the planner's graph, and all else that lowering needs."""
+"""The traced program of a function at given arguments: the planner's graph, and everything else that lowering needs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from passes.layers import loops_over_batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JitOptions:
-    """The options of `jax.jit` that say how a program is compiled: whether inputs that nothing reads are kept, whether
-    it dissolves in a program around it, and XLA's own.
+    """The options of `jax.jit` about compilation: whether unread inputs are kept, whether it is inlined, and
+    XLA's own.
     """
 
     keep_unused: bool = False
@@ -84,10 +84,11 @@ def trace(
     parts: Callable[[], int] = lambda: 1,
     **jit: Any,
 ) -> Traced:
-    """The program of `fun(*args, **kwargs)`, from the types of its arguments alone; the options are `parallelize`'s,
-    `jit` are `jax.jit`'s. Flat arguments come `placed` in these shardings where nothing else is said of them. A loop
-    over the rows of the batch, each by itself, runs over so many `parts` of them at once; where there are several,
-    batches that are joined lie in groups.
+    """The program of `fun(*args, **kwargs)`, from the types of its arguments alone; the options are those of
+    `parallelize` and, in `jit`, of `jax.jit`.
+
+    Flat arguments arrive in the shardings `placed` where nothing else is said of them. A loop over independent rows of
+    the batch runs `parts` parts of them at once; if there are several, joined batches are in groups.
 
     Raises ArgumentError for an argument that is no array or an unhashable static one, UnsupportedError for an operation
     that no plan can keep, and whatever `fun` or `jax.jit` raise.
@@ -137,8 +138,9 @@ def trace(
 def _by_rows(
     body: Body, flattened: Callable[..., Body], pairs: StatePairs, named: Sequence[bool], parts: Callable[[], int]
 ) -> Body:
-    """The program with the rows of the batch in such order that each device needs its own alone: loops over rows are
-    flattened anew, side by side, and batches that are joined are joined in groups.
+    """The program with the rows of the batch arranged so that each device needs only its own.
+
+    Loops over rows are flattened anew, with rows side by side, and batches are joined in groups.
     """
     if row_loops := loops_over_batch(body.graph, pairs, named):
         loops = tuple((body.equations[i].params, unchanged) for i, unchanged in row_loops.items())
@@ -150,7 +152,7 @@ def _by_rows(
 def _pinned(graph: Graph, pairs: StatePairs, inputs: Placed, outputs: Placed, source: str) -> tuple[Graph, StatePairs]:
     """(the graph with its inputs where they arrive, the pairs of state that comes back to where it was).
 
-    State of which only the result is placed arrives there.
+    If only the result of a state is placed, its input arrives there.
     """
     arriving = {
         i: placement_of(s, graph.types[graph.inputs[i]].shape, source=source) for i, s in enumerate(inputs) if s
@@ -165,7 +167,7 @@ def _pinned(graph: Graph, pairs: StatePairs, inputs: Placed, outputs: Placed, so
 
 
 def _output_names(tree: PyTreeDef) -> tuple[str, ...]:
-    """The path of each result, such as `out[0].params['wte']`; its number, where a node takes nothing but arrays."""
+    """The path of each result, such as `out[0].params['wte']`; its number, where a pytree node accepts only arrays."""
     try:
         paths = tree_flatten_with_path(tree.unflatten(range(tree.num_leaves)))[0]
     except Exception:  # a node of the user's may raise anything
@@ -174,8 +176,10 @@ def _output_names(tree: PyTreeDef) -> tuple[str, ...]:
 
 
 def _check_closed(avals: Sequence[Any], count: int, signature: Signature) -> None:
-    """Raises UnsupportedError for a function of more than its `count` flat arguments: JAX puts before them what it
-    closes over that is being traced, which is another value in each call.
+    """Raises UnsupportedError for a function with more than its `count` flat arguments: it closes over values of a
+    trace.
+
+    JAX passes those as arguments in front of the others, and they are other values in each call.
     """
     if len(avals) > count:
         types = ", ".join(str(type_of(aval)) for aval in avals[: len(avals) - count])
@@ -185,7 +189,7 @@ def _check_closed(avals: Sequence[Any], count: int, signature: Signature) -> Non
 
 
 def _warn_of_nothing(graph: Graph, signature: Signature) -> None:
-    """Warns of a function that computes nothing: what it changes in place is lost, under `jax.jit` too."""
+    """Warns of a function without results: what it changes in place is lost, as under `jax.jit`."""
     if not graph.outputs and not graph.nodes:
         rule = "it returns no array and has no effect, so nothing of it is computed"
         remedy = "return what it updates, such as the new state; what is changed in place inside is lost"

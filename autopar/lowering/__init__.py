@@ -1,6 +1,4 @@
-"""A plan lowered to a program of local pieces: nodes bound on them, collectives between, and rules of the user's own
-primitives.
-"""
+"""Plans lowered to programs of local pieces: nodes bound on pieces, collectives between them, and users' own rules."""
 
 from autopar.lowering import localize
 from autopar.lowering.custom_rules import register_rule

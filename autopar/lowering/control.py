@@ -1,4 +1,4 @@
-"""Loops and branches bound again around bodies that are functions of local arrays.
+"""Loops and branches bound with bodies that are functions of local arrays.
 
 Reference: the parameters of `scan_p`, `while_p` and `cond_p`, which `jax.lax`'s own functions fill.
 """
@@ -68,7 +68,7 @@ def _while(params: Mapping[str, Any], bodies: Sequence[Flat], operands: Sequence
 
 
 def _where(rows: Any, after: Any, before: Any) -> Any:
-    """`after` in the rows that go on, along the leading dimensions, `before` in the others."""
+    """`after` in the rows that go on, along the leading dimensions, and `before` in the others."""
     return jnp.where(rows.reshape(rows.shape + (1,) * (after.ndim - rows.ndim)), after, before)
 
 

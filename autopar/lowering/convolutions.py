@@ -1,9 +1,9 @@
-"""Convolutions of pieces as XLA:CPU's library takes them.
+"""Convolutions of pieces in the form that XLA:CPU's library computes fast.
 
 XLA:CPU (jaxlib 0.10.2) computes two sorts of convolutions element by element, and takes many times as long for them
-(`python -m benchmarks.convolutions`): in the body of a loop those whose operands lie in another order than its
-library's, as gradients do, which it brings into order in the entry computation alone; and those of an image that is
-smaller than the kernel, as the last ones of a network for small images are.
+(`python -m benchmarks.convolutions`): those in the body of a loop whose operands are in another order than its
+library's, such as gradients, which it reorders in the entry computation alone; and those of an image that is smaller
+than the kernel, such as the last ones of a network for small images.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from passes.rules import small_image_taps
 
 
 def bind_in_order(cut: Cut, operands: Arrays) -> Arrays:
-    """The convolution of pieces with batch first and features last, and zeros around an image that is small."""
+    """The convolution of pieces with the batch first and features last, and with zeros around a small image."""
     numbers, params = cut.params["dimension_numbers"], cut.params
     (batch, feature, *spatial), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
     first, last, *between = numbers.out_spec

@@ -1,10 +1,10 @@
-"""Sharding rules of the user's own, for primitives that autopar does not know: kernels, foreign calls, custom ones.
+"""Users' own sharding rules, for primitives that autopar does not know: kernels, foreign calls, custom ones.
 
     autopar.register_rule(matmul_p, "b i, i j -> b j")
 
-The text names the dimensions of operands and results as an einsum does, by words: dimensions of one name are cut
-together, `_` is never cut, a name that the right side lacks is summed over. A scalar has no words. The primitive run on
-pieces must give the piece of its result, and a summand of it where a summed name is cut.
+The text names the dimensions of operands and results as an einsum does, by words: dimensions of one name are sharded
+together, `_` is never sharded, and a name that the right side lacks is summed over. A scalar has no words. Run on
+pieces, the primitive must give the piece of its result, and a summand of it where a summed name is sharded.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _WORD = re.compile(r"[^\W\d]\w*")
 
 
 def register_rule(primitive: Primitive | str, rule: Rule, *, localize: Localize | None = None) -> None:
-    """Registers how a primitive may be cut, by `rule`: a text such as `"b i, i j -> b j"`, or a function that gives
-    one.
+    """Registers how a primitive may be sharded, by `rule`: a text such as `"b i, i j -> b j"`, or a function that
+    returns one.
 
-    The function takes (parameters as plain data, operands, results) of one use; None from it keeps that use whole.
-    `localize` takes (JAX's parameters, pieces of the operands, results that they must give) and returns the results,
-    for a primitive whose parameters mention shapes. A second rule of a primitive replaces the first.
+    The function takes (parameters as plain data, operands, results) of one use; if it returns None, that use is not
+    sharded. `localize` takes (JAX's parameters, pieces of the operands, types of the results' pieces) and returns the
+    results, for a primitive whose parameters mention shapes. A second rule of a primitive replaces the first.
 
-    Raises ArgumentError for a primitive that autopar handles itself, and for a text that makes no sense; planning
-    raises it for a text that does not fit its operands.
+    Raises ArgumentError for a primitive that autopar handles itself, and for a text that is not valid; planning raises
+    it for a text that does not fit its operands.
     """
     name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
     if not isinstance(name, str):
@@ -137,7 +137,7 @@ def _labels(words: tuple[str, ...]) -> list[str | None]:
 def _matched(
     argument: str, kind: str, described: tuple[tuple[str, ...], ...], types: Types, source: str
 ) -> Iterator[tuple[TensorType, tuple[str, ...]]]:
-    """Each type with its words. Raises ArgumentError where their numbers differ."""
+    """Each type with its words. Raises ArgumentError where there are more of one than of the other."""
     described = () if described == ((),) and not types else described
     if len(described) != len(types):
         given = ", ".join(map(str, types)) or "none"
@@ -169,7 +169,7 @@ def _sizes(argument: str, arrays: list[tuple[TensorType, tuple[str, ...]]], sour
 
 
 def _run(localize: Localize | None, cut: Cut, operands: Arrays) -> Arrays:
-    """A use on pieces. Raises PlanningError unless it gives the pieces that the rule promises."""
+    """The results of a use on pieces. Raises PlanningError unless they have the shapes that the rule promises."""
     types = tuple(TensorType(shape=cut.local_shape(i), dtype=t.dtype) for i, t in enumerate(cut.results))
     pieces = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in operands)
     argument = f"{cut.node.primitive} on pieces {pieces}"

@@ -1,9 +1,8 @@
 """One node as each device runs it: its primitive bound on local pieces, inside `jax.shard_map`.
 
-Most primitives compute a piece of their result from pieces of their operands as they are. Of those that do not, the
-sharding rule says so: it names the parameter that is the result's shape, or there is a localizer
-(`autopar.lowering.localizers`). What comes out is checked against the shape that the placement promises: a primitive
-that lacks a localizer does not pass in silence.
+Most primitives compute a piece of their result from pieces of their operands as they are. For others, the sharding rule
+names the parameter that is the result's shape, or there is a localizer (`autopar.lowering.localizers`). Results are
+checked against the shapes of the placement, so a primitive that lacks a localizer raises an error.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Coordinate = Callable[[str], jax.Array]
 class Cut:
     """A node and how its `rule` cuts it; `operands` and `results` are the types of the whole values.
 
-    `coordinate` gives this device's, or this moment's, place along an axis.
+    `coordinate` gives the index of this device, or of this microbatch, along an axis.
     """
 
     node: Node
@@ -75,7 +74,7 @@ def localizes(*primitives: str) -> Callable[[Localizer], Localizer]:
 
 
 def cut_of(graph: Graph, index: int, equation: Equation, placement: Placement, mesh: Axes) -> Cut:
-    """A node of a graph under a placement."""
+    """A node of a graph with the way in which a placement cuts it."""
     node = graph.nodes[index]
     return Cut(
         node=node,
@@ -91,8 +90,8 @@ def cut_of(graph: Graph, index: int, equation: Equation, placement: Placement, m
 def bind(cut: Cut, operands: Arrays) -> Arrays:
     """One device's results of a node, from its pieces of the operands; partial results are one summand each.
 
-    Raises InternalError for a primitive that does not give the promised shapes, and UnsupportedError for random bits
-    that cannot be drawn in pieces.
+    Raises InternalError for a primitive whose results do not have the promised shapes, and UnsupportedError for random
+    bits that cannot be drawn in pieces.
     """
     try:
         results = _local(cut, operands)
@@ -106,7 +105,7 @@ def bind(cut: Cut, operands: Arrays) -> Arrays:
 
 
 def _local(cut: Cut, operands: Arrays) -> Arrays:
-    """The results of a node on pieces, in whatever shape they come, by what its rule says of pieces."""
+    """The results of a node on pieces, of whatever shapes, as its rule says."""
     if cut.is_whole and not cut.rule.pinned and not cut.rule.once:
         return rebind(cut, operands)
     if cut.rule.shape_parameter:
@@ -133,7 +132,9 @@ def _words(cut: Cut) -> str:
 
 
 def rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
-    """The node's primitive on these operands, some parameters changed and none that say where values live."""
+    """The node's primitive on these operands, with some parameters changed and without those that say where
+    values are.
+    """
     if cut.rule.constrained:
         return operands  # a constraint, which the plan has met
     params = dict(cut.params) | changed
@@ -145,5 +146,5 @@ def rebind(cut: Cut, operands: Arrays, **changed: Any) -> Arrays:
 
 
 def offset(cut: Cut, axes: tuple[str, ...], extent: int, dtype: Any = np.int32) -> jax.Array:
-    """The position where this device's piece of a dimension begins, given the piece's extent."""
+    """The index at which this device's piece of a dimension begins, given the piece's extent."""
     return piece_index(axes, cut.mesh, cut.coordinate).astype(dtype) * np.asarray(extent, dtype)

@@ -1,6 +1,6 @@
-"""Primitives on local pieces whose parameters name shapes or positions, or whose results depend on where a piece lies.
+"""Primitives on local pieces whose parameters name shapes or positions, or whose results depend on where a piece is.
 
-Each is one function of a cut node and this device's pieces of its operands.
+Each function takes a cut node and this device's pieces of its operands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from passes.errors import InternalError
 from passes.ir import CALLBACKS
 
 USERS_OWN = "users_own_shard_map"
-"""The scope of what users' own shard_maps send, which no plan decides."""
+"""The scope of collectives in users' own shard_maps, which are not the plan's."""
 
 
 @localizes(*CALLBACKS)
@@ -40,7 +40,7 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
 
 
 def _called(cut: Cut, operands: Arrays) -> Arrays:
-    """A callback's results; JAX keeps order on several devices for `io_callback` alone."""
+    """The results of a callback; JAX keeps order on several devices for `io_callback` alone."""
     if cut.node.primitive == "io_callback" or not jax_compat.is_ordered(cut.params):
         return rebind(cut, operands)
 
@@ -169,11 +169,12 @@ def _(cut: Cut, operands: Arrays) -> Arrays:
 
 
 def _settled(piece: jax.Array, indices: jax.Array) -> jax.Array:
-    """A piece that XLA takes as it is, where there is a single index.
+    """A piece behind a barrier, where there is a single index.
 
-    Where it sees how the piece was sliced, XLA turns both into one slice then and forgets that the inner one clamps: an
-    index beyond the piece reads and writes the wrong rows (openxla/xla#49121, jax-ml/jax#40849). With several there is
-    no slice. A barrier keeps a scatter's zeros in memory, as large as the logits where labels are scattered.
+    XLA would merge the slice that made the piece with the one that reads it, and forget that the inner one clamps: an
+    index beyond the piece would read and write the wrong rows (openxla/xla#49121, jax-ml/jax#40849). With several
+    indices there is no slice. A barrier keeps a scatter's zeros in memory, as large as the logits where labels are
+    scattered.
     """
     return lax.optimization_barrier(piece) if math.prod(indices.shape[:-1]) == 1 else piece
 
@@ -181,9 +182,10 @@ def _settled(piece: jax.Array, indices: jax.Array) -> jax.Array:
 def _shifted(
     cut: Cut, indices: jax.Array, indexed: Sequence[int], window: Sequence[int], *, clamps: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices into this device's piece, out of bounds where another piece is meant, and which miss the whole operand.
+    """Indices into this device's piece, out of bounds for elements of other pieces, and which of them are outside the
+    whole operand.
 
-    `indexed` are the operand's dimensions that the last dimension of `indices` speaks of, `window` the extents taken
+    `indexed` are the operand's dimensions that the last dimension of `indices` selects from, `window` the extents taken
     along every dimension; indices outside the whole are brought to its edge if the operation `clamps`. A shift keeps
     sorted indices sorted and unique ones unique.
     """
@@ -202,7 +204,7 @@ def _mode(cut: Cut) -> GatherScatterMode:
 
 
 def _signed(indices: jax.Array, wholes: Sequence[int]) -> jax.Array:
-    """Indices in a type that can be shifted below zero; what was out of bounds (its whole or more) still is."""
+    """Indices in a type that can be shifted below zero; indices that were out of bounds still are."""
     if np.issubdtype(indices.dtype, np.unsignedinteger):
         largest = np.iinfo(indices.dtype).max
         indices = jnp.minimum(indices, np.asarray([min(extent, largest) for extent in wholes], indices.dtype))

@@ -39,7 +39,7 @@ from passes.sharding import ANY, Resharder, ShardingSpec, Step, replicated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A planned program: `function` takes and returns whole arrays, flat; `reshardings` holds the moves it makes."""
+    """A planned program: `function` takes and returns whole arrays, flat; `reshardings` are those that it runs."""
 
     function: Callable[..., tuple[Any, ...]]
     in_shardings: tuple[Sharding, ...]
@@ -48,7 +48,7 @@ class Program:
 
 
 def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
-    """The program that a plan describes, on the first devices; on one device it is the traced program as it was.
+    """The program that a plan describes, on the first devices; on one device it is the traced program itself.
 
     Raises UnsupportedError where JAX is configured so that random bits cannot be drawn in pieces.
     """
@@ -71,9 +71,9 @@ def build(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
 
 
 def _mapped_with_number(function: Callable[..., tuple[Any, ...]], **mapping: Any) -> Callable[..., tuple[Any, ...]]:
-    """`jax.shard_map` of the function with a number among its operands and results.
+    """`jax.shard_map` of the function, with a number among its operands and results.
 
-    XLA's Shardy export loses operands that are empty, and fails where a program reads no other (jaxlib 0.10.2).
+    XLA's Shardy export loses empty operands, and fails where a program reads no others (jaxlib 0.10.2).
     """
     for side in ("in_specs", "out_specs"):
         mapping[side] = (PartitionSpec(), *mapping[side])
@@ -90,7 +90,7 @@ def shardings(specs: Sequence[ShardingSpec], mesh: Mesh, devices: Sequence[Devic
 
 
 def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
-    """The program with the plan's offloaded inputs in the host's memory, where their new values go as well.
+    """The program with the plan's offloaded inputs, and their new values, in the host's memory.
 
     Raises DeviceError where JAX cannot keep them there.
     """
@@ -117,23 +117,25 @@ def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
 
 
 def _keeps_at_hosts(shardings: Sequence[Sharding]) -> bool:
-    """Whether arrays of several devices may lie in the memory of their host, which XLA:CPU of jaxlib 0.10.1 cannot."""
+    """Whether arrays of several devices can be in their host's memory, which XLA:CPU of jaxlib 0.10.1 does
+    not support.
+    """
     on_cpus = all(device.platform == "cpu" for sharding in shardings for device in sharding.device_set)
     return not on_cpus or jax.__version_info__ >= (0, 10, 2)
 
 
 def _at_host(sharding: Sharding) -> Sharding:
-    """The same pieces, in the memory of the devices' host."""
+    """The same sharding, in the memory of the devices' host."""
     return sharding.with_memory_kind("pinned_host")
 
 
 def reshardings_of(traced: Traced, plan: Plan) -> ReshardingPlan:
-    """The moves of a plan, before each node and after the last."""
+    """The reshardings of a plan, before each node and after the last."""
     return resharding_plan(traced.graph, plan.layout, Resharder(plan.mesh), regather=plan.regather)
 
 
 def body_of(traced: Traced) -> Body:
-    """A traced program as the body that the walk takes."""
+    """A traced program as the body that `walk` takes."""
     return Body(graph=traced.graph, equations=traced.equations, constants=traced.constants)
 
 
@@ -144,11 +146,11 @@ def device_mesh(mesh: Mesh, devices: Sequence[Device]) -> jax.sharding.Mesh:
 
 
 class Semantics(Protocol):
-    """The meaning of the walk's operations on arrays: `OnPieces` binds them on local shards."""
+    """The meaning of the operations of `walk` on arrays: `OnPieces` binds them on local shards."""
 
     @property
     def planned(self) -> Axes:
-        """The axes that the plan's placements name."""
+        """The mesh axes that the plan's placements name."""
         ...
 
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
@@ -160,13 +162,15 @@ class Semantics(Protocol):
         ...
 
     def share(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
-        """A value that every device can make by itself, so that over the partial axes of `spec` it counts once."""
+        """A value that every device can make by itself, so that its sum over the partial axes of `spec` has it once."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OnPieces:
-    """Arrays are one device's pieces and moves are collectives; for the inside of a `shard_map` over `mesh`."""
+    """The semantics of pieces: arrays are one device's, and reshardings are collectives, inside a `shard_map` over
+    `mesh`.
+    """
 
     planned: Mesh
 
@@ -189,7 +193,7 @@ class OnPieces:
 
 
 def _in_rows(array: jax.Array) -> jax.Array:
-    """The array, in memory row after row.
+    """The array, row-major in memory.
 
     XLA:CPU (jaxlib 0.10.2) gives a Fourier transform the order that a collective beside it has, and then refuses to run
     it: "IsMonotonicWithDim0Major" in fft_thunk.cc.
@@ -198,9 +202,9 @@ def _in_rows(array: jax.Array) -> jax.Array:
 
 
 def _sum(cut: Cut, piece: jax.Array) -> jax.Array:
-    """The sum, over dimensions of which the piece has one element as well, which changes none.
+    """The sum, taken also over dimensions of which the piece has one element, which changes nothing.
 
-    XLA:CPU (jaxlib 0.10.2) takes ten times as long for a sum of products that keeps such a dimension, as the batch is
+    XLA:CPU (jaxlib 0.10.2) takes ten times as long for a sum of products that keeps such a dimension, like the batch
     where a device has one sequence: `python -m benchmarks.single_rows`.
     """
     single = {d for d, extent in enumerate(piece.shape) if extent == 1}
@@ -227,9 +231,9 @@ def walk(
 
 
 class _State:
-    """The arrays of a walk: every value in the placement its node gave it, and in those it was moved to.
+    """The arrays of a walk: every value in the placement its node made it in, and in those it was resharded to.
 
-    The keys of `moved` are those by which `passes.placement.reshardings` decides that a move was made before.
+    The keys of `moved` are those by which `passes.placement.reshardings` decides that a resharding was made before.
     """
 
     def __init__(
@@ -248,7 +252,7 @@ class _State:
         self.made: dict[tuple[int, ShardingSpec], Any] = {}
 
     def pack(self, packs: Sequence[Pack]) -> None:
-        """Makes the reductions of each pack as one, of an array in which they lie side by side."""
+        """Runs the reductions of each pack as one, on an array in which they lie side by side."""
         for pack in packs:
             arrays = [self.read(move.value, move.before, move.phase) for move in pack.reductions]
             ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
@@ -259,7 +263,9 @@ class _State:
                 self.moved[move.value, move.after, move.phase] = part.reshape(array.shape)
 
     def bring(self, reshardings: Sequence[Resharding]) -> None:
-        """Makes moves that no pack has made, each from its value's home or from where that was reduced to."""
+        """Runs the reshardings that are in no pack, each from the value's first placement or from the one it was
+        reduced to.
+        """
         for move in reshardings:
             if (move.value, move.after, move.phase) in self.moved:
                 continue
@@ -273,7 +279,7 @@ class _State:
                 self.moved[move.value, move.after, move.phase] = self.semantics.move(array, move)
 
     def run(self, index: int, placement: Placement, inside: tuple[ReshardingPlan, ...]) -> None:
-        """Binds a node and keeps its results; a loop or branch walks its bodies, with the moves `inside`."""
+        """Binds a node and keeps its results; a loop or branch walks its bodies, with the reshardings `inside`."""
         node = self.graph.nodes[index]
         when = phase(node)
         operands = [self.read(v, spec, when) for v, spec in zip(node.inputs, placement.operands, strict=True)]
@@ -285,7 +291,7 @@ class _State:
         self.home.update(zip(node.outputs, placement.results, strict=True))
 
     def read(self, value: int, spec: ShardingSpec, when: Phase) -> Any:
-        """A value in the placement that its reader wants; literals and free values are made for each placement."""
+        """A value in the placement that its reader needs; literals and free values are made for each placement."""
         if value in self.graph.literals or value in self.free:
             return self._make(value, spec)
         if self.home[value] == spec:
@@ -338,7 +344,7 @@ def literal(value: Any, type: TensorType) -> jax.Array:
 
 
 def take(step: Step, array: jax.Array, move: Resharding, mesh: Mesh) -> jax.Array:
-    """One device's piece after a step of a move."""
+    """One device's piece after a step of a resharding."""
     return _STEPS[step.kind](array, step, move.before.reduction if move.before.partial else "add", mesh)
 
 

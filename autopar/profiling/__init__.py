@@ -1,4 +1,4 @@
-"""Steps while they run: timed, profiled, held against what was predicted, and kept for the next plan's calibration."""
+"""Measured steps: timed, profiled, compared with predictions, and kept to calibrate later plans."""
 
 from autopar.profiling.calibration import NAME as CALIBRATION_NAME
 from autopar.profiling.calibration import Calibration, Factors

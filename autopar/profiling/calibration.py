@@ -1,4 +1,4 @@
-"""Factors by which steps took longer than predicted, kept in a file, and clusters that are slower by as much."""
+"""Factors by which steps took longer than predicted, kept in a file, and clusters made slower by these factors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAME = "calibration.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """Measured by predicted seconds, of computing and of communication."""
+    """Measured over predicted seconds, of computing and of communication."""
 
     compute: float = 1.0
     communication: float = 1.0
@@ -47,7 +47,7 @@ class Calibration:
         return cls(path=os.fspath(path), factors=kinds)
 
     def of(self, cluster: Cluster) -> Factors:
-        """The geometric mean of what was measured on such devices. Raises PlanningError where nothing was."""
+        """The geometric mean of the factors measured on such devices. Raises PlanningError where there are none."""
         device = cluster.group().device.name
         if not (several := self.factors.get(device)):
             rule = f"steps were measured on {', '.join(sorted(self.factors)) or 'nothing'}, and not on {device}"
@@ -58,15 +58,15 @@ class Calibration:
         return Factors(compute=math.exp(compute), communication=math.exp(communication))
 
     def applied(self, cluster: Cluster) -> Cluster:
-        """The cluster slower by its factors, which its name says. Raises PlanningError where nothing was measured."""
+        """The cluster made slower by its factors, and named so. Raises PlanningError where there are none."""
         factors = self.of(cluster)
         return what_if.slower(cluster, factors.compute, factors.communication)
 
 
 def keep(path: str | os.PathLike[str], plan: AnyPlan, factors: Factors, step_seconds: float) -> None:
-    """Adds what a plan's step took to a file, in place of what the same plan took before.
+    """Adds the factors of a plan to a file, in place of earlier ones of the same plan.
 
-    Raises PlanningError where the file is another, or cannot be written.
+    Raises PlanningError if the file has other contents, or cannot be written.
     """
     target = Path(path)
     entries = _read(target) if target.exists() else []

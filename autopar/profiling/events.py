@@ -1,4 +1,4 @@
-"""The events of devices while steps ran, from JAX's profiler: operators with their device, start and end."""
+"""The operators that devices ran during steps, from JAX's profiler: name, device, start and end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from passes.cluster import collectives
 
 COMPUTE, TRANSFERS = "compute", "transfers"
 CAUSES = (COMPUTE, *collectives.ALGORITHMS, TRANSFERS)
-"""The causes on which a device's time is spent, in the order in which what overlaps is counted: a collective or a
-transfer counts where nothing before it runs on the same device."""
+"""The causes on which a device's time is spent, in the order in which overlaps are counted: a collective or transfer
+counts only while nothing before it in this list runs on the device.
+"""
 
 _PLANE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
 
@@ -38,7 +39,7 @@ class Event:
 
 
 def profiled(run: Callable[[], None]) -> tuple[Event, ...]:
-    """The operators that ran while `run` did; none where the profiler sees none, or cannot start."""
+    """The operators that ran during `run()`; empty if the profiler sees none, or cannot start."""
     profile = Profile()
     try:
         run()
@@ -48,7 +49,7 @@ def profiled(run: Callable[[], None]) -> tuple[Event, ...]:
 
 
 class Profile:
-    """JAX's profiler, which sees what devices do from now on; nothing where one of the user's is running."""
+    """A run of JAX's profiler, which begins at once; it records nothing if the user's own profiler is running."""
 
     def __init__(self) -> None:
         options = jax.profiler.ProfileOptions()
@@ -62,7 +63,7 @@ class Profile:
         self._folder = folder
 
     def end(self) -> tuple[Event, ...]:
-        """The operators that ran meanwhile."""
+        """The operators that ran since it began."""
         if self._folder is None:
             return ()
         with self._folder as folder:
@@ -78,7 +79,7 @@ def events(profile: Any) -> Iterator[Event]:
     """The operators in a profile (`jax.profiler.ProfileData`).
 
     Events of operators carry `hlo_op` and `hlo_module`, on CPU `device_ordinal` too; on accelerators the plane is the
-    device's. Seen of jaxlib 0.10.2 on CPU; of GPUs and TPUs as the format documents it.
+    device's. As seen with jaxlib 0.10.2 on CPU; for GPUs and TPUs as the format documents it.
     """
     for plane in profile.planes:
         place = _PLANE.match(plane.name)
@@ -101,9 +102,9 @@ def events(profile: Any) -> Iterator[Event]:
 def seconds_by_cause(
     seen: Iterable[Event], opcodes: Mapping[tuple[str, str], str], devices: Sequence[int], steps: int
 ) -> tuple[dict[str, float], ...]:
-    """Seconds of a step that each device spends on each cause [devices]; together no more than the step.
+    """Seconds of a step that each device spends on each cause [devices]; together at most those of the step.
 
-    What programs other than the step's ran, and copies between devices, are transfers.
+    Programs other than the step's, and copies between devices, count as transfers.
     """
     modules = {module for module, _ in opcodes}
     intervals: dict[tuple[int, str], list[tuple[float, float]]] = {}

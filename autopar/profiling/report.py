@@ -1,4 +1,4 @@
-"""A step as it was predicted beside a step as it was measured: by cause, and of a pipeline by submesh."""
+"""Reports of measured steps beside predicted ones: by cause and, for a pipeline, by submesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = (*CAUSES, "offload", DISPATCH, WAITING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The seconds of a step that `devices` devices alike spend by cause."""
+    """Seconds of a step by cause, the same for each of `devices` devices."""
 
     devices: int
     seconds: Mapping[str, float]
@@ -40,9 +40,9 @@ class Share:
 
 
 def predicted_shares(plan: AnyPlan) -> tuple[Share, ...]:
-    """The seconds that a plan promises of each of its submeshes, by cause.
+    """The seconds that a plan predicts for each of its submeshes, by cause.
 
-    `waiting` is what is left of the step: a pipeline's bubble, and transfers that are not hidden.
+    `waiting` is the rest of the step: a pipeline's bubble, and transfers that are not hidden.
     """
     dispatch = plan.cluster.group().device.dispatch_seconds
     shares: list[Share] = []
@@ -59,14 +59,14 @@ def predicted_shares(plan: AnyPlan) -> tuple[Share, ...]:
 
 
 def _by_cause(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by cause as devices are seen to spend them: copies within one device are computing."""
+    """Seconds by cause as profiles count them: copies within one device are computing."""
     apart = (*get_args(Kind), "offload")
     computing = sum(spent for cause, spent in seconds.items() if cause not in apart)
     return {COMPUTE: computing, **{cause: spent for cause, spent in seconds.items() if cause in apart}}
 
 
 def measured_shares(plan: AnyPlan, by_device: Sequence[Mapping[str, float]], step_seconds: float) -> tuple[Share, ...]:
-    """The seconds that the devices of each submesh were seen to spend on average [devices of the plan].
+    """The seconds by cause of each submesh, as profiled, averaged over its devices [devices of the plan].
 
     The rest of the step is `waiting`.
     """
@@ -102,7 +102,7 @@ class StepReport:
 
     @cached_property
     def predicted(self) -> tuple[Share, ...]:
-        """The seconds by cause that the plan promises of each submesh."""
+        """The predicted seconds by cause of each submesh."""
         return predicted_shares(self.plan)
 
     @property
@@ -112,7 +112,7 @@ class StepReport:
 
     @property
     def on_page(self) -> Measured:
-        """The measured steps as a plan's page shows them."""
+        """The measured steps, as the plan's page shows them."""
         return Measured(
             program=self.plan.fingerprint,
             shape=self.plan.shape,
@@ -122,7 +122,7 @@ class StepReport:
         )
 
     def to_html(self) -> str:
-        """The plan's page with what was measured beside what was predicted, by cause, by submesh and by task."""
+        """The plan's page with measured and predicted seconds, by cause, by submesh and by task."""
         return html(self.plan, self.on_page)
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -148,7 +148,7 @@ class StepReport:
         return rows
 
     def factors(self) -> Factors:
-        """The factors of measured by predicted seconds, of computing and of communication, without any calibration.
+        """Measured over predicted seconds, of computing and of communication, relative to the uncalibrated cluster.
 
         Without a profile both are the ratio of the whole step.
         """

@@ -12,25 +12,31 @@ from typing import Any
 import jax
 
 LEAST, MOST = 3, 20
-"""Steps that are timed: a median of fewer than three says nothing, and one of more than twenty says little more."""
+"""Numbers of steps that are timed, at least and at most: a median of fewer than three says nothing, and one of more
+than twenty says little more.
+"""
 
 ENOUGH_SECONDS = 10.0
-"""No more steps are timed than would take so long, each as long as the first, or than the least: long steps vary
-less."""
+"""Seconds that timed steps may take together, judged by the first one, unless they are the fewest possible: long steps
+vary less.
+"""
 
 WARM_UP = 2
-"""Steps before: the first moves arguments to where they belong and may compile, the second meets what it left."""
+"""Steps that are not timed: the first moves arguments to where they belong and may compile, the second finds them
+there.
+"""
 
 Clock = Callable[[], float]
 
 
 @dataclass(slots=True, kw_only=True)
 class Stepper:
-    """A function of flat arguments, called again and again: what a step returns of its state is the next one's.
+    """A function of flat arguments that is called again and again: the state that a step returns is the next one's
+    argument.
 
-    `pairs` are (output, input) positions. Arrays at `donated`, which a step takes, are copied before the first one and,
-    where no output follows them, before every one: the caller's stay. Several processes take as many steps: by the
-    seconds that are `agreed` where each has measured its own.
+    `pairs` are (output, input) positions. Arrays at `donated` are copied before the first step and, where no output
+    replaces them, before every step, so that the caller's stay valid. Several processes take the same number of steps,
+    by the seconds on which they have `agreed`.
     """
 
     run: Callable[[list[Any]], Any]
@@ -45,7 +51,7 @@ class Stepper:
         self.leaves = [_copied(leaf) if i in self.donated else leaf for i, leaf in enumerate(self.leaves)]
 
     def step(self) -> Any:
-        """The results of a step, which may not be there yet."""
+        """The results of a step, which may not be computed yet."""
         results = self.run(list(self.leaves))
         outputs = jax.tree.leaves(results)
         following = {position: outputs[output] for output, position in self.pairs}
@@ -73,7 +79,7 @@ class Steps:
 
     @property
     def typical(self) -> int:
-        """The number of a step that took as long as the median, or longer by the least."""
+        """The number of the step that took as long as the median, or the least longer."""
         return min(range(len(self.seconds)), key=lambda step: (self.seconds[step] < self.median, self.seconds[step]))
 
     @property
@@ -94,7 +100,7 @@ def warm_up(stepper: Stepper) -> None:
 
 
 def timed(stepper: Stepper, clock: Clock = time.perf_counter, most: int = MOST) -> Steps:
-    """The times of so many steps at `most`, of fewer where the first one is long."""
+    """The times of at most `most` steps, of fewer if the first one is long."""
     spent = [_time(stepper, clock)]
     first = stepper.agreed(spent[0][0])
     enough = math.ceil(ENOUGH_SECONDS / first) if first > 0 else most

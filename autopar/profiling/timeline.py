@@ -1,4 +1,4 @@
-"""The tasks of a pipeline as a profile saw them run: the start and end of each on the devices of its submesh."""
+"""The measured tasks of a pipeline: the start and end of each on the devices of its submesh, from a profile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SECOND_NANOSECONDS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A program that a submesh, `group`, runs in each step: its module, and the names of its instructions.
+    """A program that a submesh (`group`) runs in each step: its module, and the names of its instructions.
 
-    `task` is None for what is run once a step.
+    `task` is None for a program that runs once a step.
     """
 
     group: int
@@ -30,10 +30,11 @@ class Run:
 def measured_spans(
     seen: Iterable[Event], runs: Sequence[Run], groups: Sequence[Sequence[int]], steps: int, step: int
 ) -> tuple[MeasuredSpan, ...]:
-    """The spans of one `step` of `steps` alike, in order of start; none where the profile does not tell runs apart.
+    """The spans of step number `step` of `steps` equal ones, by start; empty if the profile does not tell runs apart.
 
     `runs` are those of a step in the order in which they are issued, and `groups` the numbers of each submesh's
-    devices. A device runs them in that order: of an instruction that is in n of them, every n-th event is of one.
+    devices. A device runs them in that order, so of an instruction that is in n of them, every n-th event belongs to
+    one.
     """
     by_name: dict[tuple[int, str, str], list[Event]] = {}
     for event in seen:

@@ -1,4 +1,4 @@
-"""Traced programs rewritten: in microbatches, with recomputation, with loops in pieces, as shorter samples."""
+"""Traced programs rewritten: in microbatches, with recomputation, with chunked loops, and as shorter samples."""
 
 from autopar.rewrite.chunked_scans import in_pieces
 from autopar.rewrite.microbatch import function_of, microbatched

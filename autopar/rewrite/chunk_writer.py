@@ -1,4 +1,4 @@
-"""A program while it is written with some of its values in pieces along dimension 0."""
+"""A program under construction in which some values are in pieces along dimension 0."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from passes.step import MOST_CHUNKS
 
 @cache
 def n_pieces(trips: int, stages: int) -> int:
-    """The number of equal pieces in which a loop is cut for `stages` stages: one for each, if not too many, and more
-    where the stage with most trips then has fewer.
+    """The number of equal pieces into which a loop is cut for `stages` stages.
+
+    That is one for each stage, if that is not too many, and more where the stage with most trips then has fewer.
     """
     divisors = [d for d in range(1, trips + 1) if trips % d == 0]
     enough = [d for d in divisors if stages <= d <= max(MOST_CHUNKS, stages)]
@@ -31,9 +32,8 @@ def n_pieces(trips: int, stages: int) -> int:
 class ChunkWriter:
     """A program under construction, of whole values and pieces.
 
-    Values keep their numbers where they are whole; pieces get new ones.
-
-    `cut` holds the pieces of values that have any, `apart` those values that exist in pieces only.
+    Values keep their numbers where they are whole; pieces get new ones. `cut` has the pieces of values that have any,
+    `apart` the values that exist in pieces only.
     """
 
     def __init__(self, traced: Traced, stages: int) -> None:
@@ -49,7 +49,7 @@ class ChunkWriter:
     # Values
 
     def count(self, value: int) -> int:
-        """The number of pieces of a value where it is cut."""
+        """The number of pieces of a value that is cut."""
         shape = self.graph.types[value].shape
         return n_pieces(shape[0], self.stages) if shape and shape[0] else 1
 
@@ -83,7 +83,7 @@ class ChunkWriter:
         return pieces
 
     def join(self, value: int, *, like: int | None) -> None:
-        """Makes whole, in the scope of node `like`, what exists in pieces only."""
+        """Joins the pieces of a value that has no whole, in the scope of node `like`."""
         self.apart.discard(value)
         self.append(lax.concatenate_p, {"dimension": 0}, self.cut[value], (value,), like=like)
 
@@ -97,7 +97,7 @@ class ChunkWriter:
         outputs: tuple[int, ...],
         like: int | None,
     ) -> None:
-        """Writes a node of our own, in the scope of another."""
+        """Writes a new node, in the scope of another."""
         origin = None if like is None else self.graph.nodes[like]
         node = Node(
             primitive=primitive.name,
@@ -110,12 +110,12 @@ class ChunkWriter:
         self.write(node, Equation(primitive=primitive, params=params), optional=True)
 
     def again(self, index: int, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
-        """Writes a node once more, of other values of the same meaning."""
+        """Writes a node once more, on other values of the same meaning."""
         node = replace(self.graph.nodes[index], inputs=inputs, outputs=outputs)
         self.write(node, self.traced.equations[index], optional=True)
 
     def write(self, node: Node, equation: Equation, *, optional: bool) -> None:
-        """Writes a node; an `optional` one goes again if nothing reads it."""
+        """Writes a node; an `optional` one is removed if nothing reads it."""
         if optional:
             self.optional.add(len(self.nodes))
         self.nodes.append(node)
@@ -174,7 +174,7 @@ class ChunkWriter:
 
 
 def _firsts(pieces_of: Sequence[Sequence[int]]) -> list[int]:
-    """The position where the pieces of each value begin."""
+    """The position at which the pieces of each value begin."""
     return [sum(len(pieces) for pieces in pieces_of[:i]) for i in range(len(pieces_of))]
 
 

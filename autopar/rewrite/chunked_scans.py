@@ -1,8 +1,8 @@
-"""Loops over layers in pieces, so that a pipeline can be cut between them: a `scan` of N trips as k of N / k.
+"""Loops over layers in chunks, so that a pipeline can be cut between them: a `scan` of N trips as k scans of N / k.
 
-A stacked operand of such a loop comes in pieces along dimension 0, and so do its stacked results. What is computed
-element by element of pieces is computed piece by piece: gradients, moments and updates stay apart, and the state that
-they update enters and leaves the program in pieces. Each piece then lives with its layers and nowhere else.
+A stacked operand of such a loop comes in pieces along dimension 0, and so do its stacked results. Elementwise
+operations on pieces are computed piece by piece: gradients, moments and updates stay apart, and the state that they
+update enters and leaves the program in pieces. Each piece is then on the stage of its layers and nowhere else.
 
 Only loops over weights are cut: one stacked operand is made of state alone. A loop over time stays whole.
 """
@@ -32,7 +32,8 @@ _JOINS: Mapping[str, jax_compat.Primitive] = MappingProxyType(
 
 
 def in_pieces(traced: Traced, stages: int) -> tuple[Traced, Pieces | None]:
-    """The program for `stages` stages, its loops over layers in pieces; as it was, and None, if there are none.
+    """The program for `stages` stages, with its loops over layers in chunks; the program itself, and None, if there are
+    none.
 
     The new program takes and returns flat tuples.
     """
@@ -49,7 +50,7 @@ def in_pieces(traced: Traced, stages: int) -> tuple[Traced, Pieces | None]:
 
 
 class _Cutter:
-    """The decision, node by node, of what is computed whole and what in pieces; `program` is what comes of it.
+    """The node-by-node decision of what is computed whole and what in pieces; `program` is the result.
 
     The inputs `given` come in pieces; `requested` are those that should.
     """
@@ -101,7 +102,7 @@ class _Cutter:
         return heavy and over_layers and scan.length > 1 and n_pieces(scan.length, self.stages) > 1
 
     def _roles(self, node: Node) -> tuple[bool, ...]:
-        """Flags of the operands that come in chunks where the result does; none if the node needs the whole."""
+        """Whether each operand comes in chunks where the result does; empty if the node needs whole operands."""
         if node.subgraphs or len(node.outputs) != 1:
             return ()
         rule, (result,) = rule_of(node, self.graph), node.outputs
@@ -117,14 +118,16 @@ class _Cutter:
         return tuple(dims[:1] == (factor,) for dims in rule.operands)
 
     def _join_of(self, node: Node) -> str:
-        """The operation that joins the results of chunks of a node that reduces dimension 0; empty for any other."""
+        """The operation that joins the results of chunks of a node that reduces dimension 0; empty for any
+        other node.
+        """
         joins = () if node.subgraphs else rule_of(node, self.graph).joins
         return joins[0] if joins else ""
 
     # Values whole and in pieces
 
     def _pieces(self, value: int) -> tuple[int, ...]:
-        """A value in pieces: computed so where that is cheap, else sliced."""
+        """A value in pieces: computed piece by piece where that is cheap, else sliced."""
         program = self.program
         if value in program.cut:
             return program.cut[value]
@@ -143,7 +146,7 @@ class _Cutter:
         return program.sliced(value)
 
     def _whole(self, value: int, reader: Node) -> None:
-        """Makes sure that a value is there whole.
+        """Makes sure that a value exists whole.
 
         For an update the pieces are joined after the loop over microbatches, not once in each.
         """
@@ -160,7 +163,7 @@ class _Cutter:
         self.program.write(node, self.traced.equations[index], optional=any(self._roles(node)))
 
     def _piecewise(self, index: int, roles: Sequence[bool]) -> None:
-        """A node piece by piece."""
+        """Writes a node piece by piece."""
         node = self.graph.nodes[index]
         (result,) = node.outputs
         operands = [self._pieces(v) if cut else () for v, cut in zip(node.inputs, roles, strict=True)]
@@ -184,7 +187,7 @@ class _Cutter:
         return program.cut[result]
 
     def _reduce(self, index: int) -> None:
-        """A reduction of each piece, then of what they give."""
+        """Writes a reduction of each piece, then of their results."""
         node, program = self.graph.nodes[index], self.program
         (operand,), (result,) = node.inputs, node.outputs
         type, join = self.graph.types[result], _JOINS[self._join_of(node)]
@@ -198,7 +201,7 @@ class _Cutter:
             first = total
 
     def _loop(self, index: int) -> None:
-        """A loop as shorter ones in a row, the last trips first if it runs in reverse."""
+        """Writes a loop as shorter ones in a row, the last trips first if it runs in reverse."""
         node, equation, program = self.graph.nodes[index], self.traced.equations[index], self.program
         scan = scan_of(node)
         if scan is None:
@@ -231,7 +234,7 @@ class _Cutter:
 
 
 def _is_itself(rule: ShardingRule) -> bool:
-    """Whether an operator on pieces is the primitive as it stands, and cheap."""
+    """Whether an operator on pieces is the same primitive with the same parameters, and cheap."""
     return rule.light and not (rule.reason or rule.alias or rule.pinned or rule.localized)
 
 

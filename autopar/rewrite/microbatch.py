@@ -1,8 +1,8 @@
 """A traced step rewritten to run one microbatch at a time: nodes that run once before, a loop, nodes that run once
 after.
 
-The rewritten program is traced anew, so planning and lowering see an ordinary program with a `scan` in it. Where every
-operator stands in time was decided by `passes.transforms.microbatch`.
+The rewritten program is traced anew, so planning and lowering see an ordinary program with a `scan` in it. Which of the
+three parts an operator belongs to was decided by `passes.transforms.microbatch`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from passes.sharding import ShardingSpec, Step, replicated
 from passes.transforms import AXIS, Coupling, Split, Time, split, sums_up_front, whole_layout
 
 _MARK = re.compile(r".*@(\d+)", re.DOTALL)
-"""The last mark of a scope."""
+"""The pattern of the last mark in a scope."""
 
 
 def microbatched(
@@ -67,7 +67,7 @@ def function_of(traced: Traced) -> Callable[..., Arrays]:
 
 
 def _stacked(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
-    """The type of a batch as microbatches: microbatch i has consecutive rows."""
+    """The type of a batch stacked as microbatches, of consecutive rows each."""
     rows, *inner_shape = struct.shape
     return jax.ShapeDtypeStruct((count, rows // count, *inner_shape), struct.dtype, weak_type=struct.weak_type)
 
@@ -75,9 +75,9 @@ def _stacked(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
 def _run(
     body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any], memo: dict[object, object]
 ) -> tuple[Any, ...]:
-    """The outputs of a body, from its inputs, the batch as microbatches; traced, it is the rewritten program.
+    """The outputs of a body, from its inputs, with the batch as microbatches; traced, it is the rewritten program.
 
-    In the `memo` is what is traced once for all numbers of microbatches.
+    `memo` caches what is traced once for all numbers of microbatches.
     """
     graph = body.graph
     stacks = {graph.inputs[i]: inputs[i] for i in chosen.batch}
@@ -120,7 +120,9 @@ def _run(
 def _one_microbatch(
     body: Body, chosen: Split, coupling: Coupling, known: Mapping[int, Any], stacks: Mapping[int, Any]
 ) -> tuple[list[int], Callable[[Any, Arrays], tuple[Any, ...]]]:
-    """(the stacks that the loop reads, what makes the values that leave it of a microbatch's number and its batch)."""
+    """(the stacks that the loop reads, the function from a microbatch's number and batch to the values that leave the
+    loop).
+    """
     graph = body.graph
     inside = {v for i in chosen.loop for v in graph.nodes[i].outputs}
     entering = sorted(v for v in _read_by(graph, chosen.loop) - inside if v in known)
@@ -154,8 +156,10 @@ def _up_front(
     values: Mapping[int, Any],
     stacks: Mapping[int, Any],
 ) -> dict[int, Any]:
-    """The values of the whole batch that these nodes make, before or after the loop: reduced over the stacks as they
-    are, if that is what they are made of, and then what is reduced of those in turn, as a variance of its mean.
+    """The values of the whole batch that these nodes compute, before or after the loop.
+
+    Values made of the stacks alone are reduced over these as they are; then those that are reduced of them in turn,
+    such as a variance of its mean.
     """
     part, inputs = _part(body, nodes, outputs, values)
     batch = tuple(i for i, v in enumerate(inputs) if v in stacks)
@@ -191,11 +195,11 @@ _REDUCED: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
         "and": lambda pieces: pieces.all(0),
     }
 )
-"""Reductions of what each microbatch has reduced, by the word of a rule's factor."""
+"""Reductions over the results of microbatches, by the reduction of a rule's factor."""
 
 
 def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:
-    """The values that some nodes compute from whole ones."""
+    """The values that some nodes compute from whole values."""
     part, inputs = _part(body, nodes, outputs, values)
     layout, time = whole_layout(part.graph), Time(1)
     semantics = OnTime(time, jnp.int32(0), "exact")
@@ -206,7 +210,7 @@ def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], values: Map
 def _whole_once(
     body: Body, nodes: tuple[int, ...], outputs: Sequence[int], values: Mapping[int, Any], memo: dict[object, object]
 ) -> dict[int, Any]:
-    """The values of `_whole`, of nodes that are the same in any number of microbatches: JAX keeps what it traced."""
+    """The values of `_whole` for nodes that are the same in any number of microbatches: JAX keeps their trace."""
     _, inputs = _part(body, nodes, outputs, values)
     key = _whole_once, nodes, tuple(outputs), tuple(inputs)
     if key not in memo:
@@ -231,7 +235,7 @@ def _part(
 
 @dataclass(frozen=True, slots=True)
 class OnTime:
-    """Arrays are one microbatch's pieces, of microbatch `index` (int32[])."""
+    """The semantics of microbatches: arrays are one microbatch's pieces, of microbatch `index` (int32[])."""
 
     planned: Time
     index: jax.Array
@@ -266,7 +270,7 @@ class OnTime:
                 raise InternalError(f"{step} between microbatches")
 
     def _once(self, array: jax.Array) -> jax.Array:
-        """Summands of `array`: all of it in the first microbatch, or equal shares of independent ones."""
+        """A summand of `array`: all of it in the first microbatch, or equal shares if microbatches are independent."""
         if self.coupling == "independent" and jnp.issubdtype(array.dtype, np.inexact):
             return lax.div(array, np.asarray(self.planned.count, array.dtype))
         return lax.select(lax.eq(self.index, np.int32(0)), array, jnp.zeros_like(array))
@@ -277,7 +281,7 @@ def _add(total: jax.Array, summand: jax.Array) -> jax.Array:
 
 
 def _join(stacked: jax.Array, spec: ShardingSpec) -> jax.Array:
-    """Pieces of every microbatch, [count, ...], joined along the dimension that is cut."""
+    """The pieces of every microbatch, [count, ...], joined along the dimension that is cut."""
     (cut,) = (d for d, axes in enumerate(spec.dims) if axes)
     moved = jnp.moveaxis(stacked, 0, cut)
     shape = moved.shape
@@ -295,7 +299,7 @@ def _constants(body: Body, nodes: Sequence[int], outputs: Sequence[int]) -> tupl
 
 
 def _lone(body: Body, value: int) -> Any:
-    """An output that no node makes: a constant or a literal."""
+    """The value of an output that no node makes: a constant or a literal."""
     return _whole(body, (), (value,), {})[value]
 
 
@@ -314,7 +318,7 @@ def _unplaced(graph: Graph, index: int) -> Placement:
 
 
 def _marked(body: Body, origins: list[Node]) -> Body:
-    """The body with a number for every node's scope, by which it is found again in what is traced anew."""
+    """The body with a number in every node's scope, by which it is found again in a new trace."""
     nodes: list[Node] = []
     equations: list[Equation] = []
     for node, equation in zip(body.graph.nodes, body.equations, strict=True):

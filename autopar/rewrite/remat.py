@@ -11,9 +11,9 @@ from passes.transforms import Kept, Recomputed, recompute
 
 
 def recomputed(traced: Traced, kept: Sequence[Kept]) -> Traced:
-    """The same step where layer k keeps only `kept[k]` for its backward pass.
+    """The same step in which layer k keeps only `kept[k]` for its backward pass.
 
-    Raises PlanningError for a wrong number.
+    Raises PlanningError if there is not one for each layer.
     """
     rewritten = recompute(traced.graph, kept)
     return replace(traced, graph=rewritten.graph, equations=_equations(rewritten, traced.equations))
@@ -33,7 +33,7 @@ def _equations(rewritten: Recomputed, written: Sequence[Equation]) -> tuple[Equa
 
 
 def _loop(rewritten: Recomputed, written: Sequence[Equation], index: int) -> Equation:
-    """The equation of a loop whose body is put together from nodes of old ones."""
+    """The equation of a loop whose body is put together from nodes of earlier ones."""
     old, node, origins = written[index], rewritten.graph.nodes[index], rewritten.bodies[index]
     bodies = {i: written[i].bodies[0] for i, _ in (*origins.nodes, *origins.constants)}
     body = Body(

@@ -47,12 +47,12 @@ class TracedStep(Step):
 
     @property
     def written(self) -> Traced:
-        """The step as it was written, with what its layers were asked to keep."""
+        """The step as the user wrote it, with what its layers were asked to keep."""
         return self.family.traced
 
     @property
     def structs(self) -> Structs:
-        """The flat arguments of the step as it was written."""
+        """The types of the flat arguments of the step as it was written."""
         return self.family.structs
 
     def keeping(self, kept: Kept) -> TracedStep:
@@ -74,9 +74,10 @@ def step_of(
     microbatches: int | None = None,
     remat: Kept | Sequence[Kept] | None = None,
 ) -> TracedStep:
-    """A traced function of flat arguments `structs` as a step, as far as was asked: in `microbatches`, with `remat`.
+    """The step of a traced function of flat arguments `structs`, in `microbatches` and with `remat` if the user asks
+    for them.
 
-    Raises PlanningError where it cannot be had so.
+    Raises PlanningError where the step has no such variant.
     """
     kept: tuple[Kept, ...] = ()
     if remat is not None:
@@ -104,7 +105,7 @@ class _Family:
     shorter: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Structs, int] | None] = field(default_factory=dict)
 
     def made(self, variant: Variant) -> TracedStep:
-        """A variant of the step. Raises PlanningError where it has no such one."""
+        """A variant of the step. Raises PlanningError where the step has no such variant."""
         count = self._count(variant.microbatches)
         kept = () if self.kept else variant.kept
         traced, pieces = self._chunked(kept, variant.stages)
@@ -123,7 +124,7 @@ class _Family:
         return self.known[chosen]
 
     def _count(self, count: int | None) -> int:
-        """The number of microbatches. Raises ArgumentError where the user gave another one."""
+        """The number of microbatches of a variant. Raises ArgumentError if the user gave another one."""
         if count and self.microbatches and count != self.microbatches:
             rule = f"the planner, or the saved plan, says {count}"
             remedy = "leave microbatches= out, or give the planner the same number"
@@ -131,14 +132,16 @@ class _Family:
         return count or self.microbatches or 1
 
     def _chunked(self, kept: tuple[Kept, ...], stages: int) -> tuple[Traced, Pieces | None]:
-        """The step with layers that keep that, its loops over layers in chunks for so many stages."""
+        """The step with layers that keep that, and its loops over layers in chunks for `stages` stages."""
         if (kept, stages) not in self.chunked:
             traced = recomputed(self.traced, kept) if kept else self.traced
             self.chunked[kept, stages] = in_pieces(traced, stages)
         return self.chunked[kept, stages]
 
     def _sample(self, traced: Traced, structs: Structs, kept: tuple[Kept, ...], chosen: Variant) -> TracedStep | None:
-        """The step with fewer blocks; None if stages are parts of blocks, or it is another step in microbatches."""
+        """The step with fewer blocks; None if stages are smaller than blocks, or if these microbatches make it another
+        step.
+        """
         key = kept, chosen.stages
         if key not in self.shorter:
             self.shorter[key] = _shortened(traced, structs, chosen.stages)
@@ -170,13 +173,13 @@ class _Family:
 
     @property
     def layers(self) -> int:
-        """The layers of which it may be chosen what they keep."""
+        """The number of layers for which it may be chosen what they keep."""
         is_open = not self.kept and (self.layering.count > 1 or self.layering.are_loops)
         return self.layering.count if is_open else 0
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The numbers of microbatches that there may be: the one that was asked for, else the divisors of the batch."""
+        """The possible numbers of microbatches: the one that the user gave, else the divisors of the batch."""
         return self._divisors if self.microbatches is None else (self.microbatches,)
 
     @cached_property
@@ -194,7 +197,9 @@ class _Family:
 
 
 def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, int] | None:
-    """(a step without some of its blocks, its arguments, how many are left out); None if there are more stages."""
+    """(a step without some of its blocks, its arguments, how many are left out); None if it has more stages than
+    blocks.
+    """
     sample = sample_graph(traced.graph, traced.state_pairs)
     if sample is None or sample.left_out + SAMPLE_BLOCKS < stages:
         return None

@@ -1,4 +1,4 @@
-"""Planned programs while they run: one program under `jax.jit`, or a pipeline's instructions on its stages."""
+"""Planned programs at run time: one program under `jax.jit`, or the instructions of a pipeline on its stages."""
 
 from autopar.runtime import runtime
 from autopar.runtime.executable import Executable

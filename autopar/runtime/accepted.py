@@ -17,8 +17,10 @@ _REMEDY = "or call the function itself, which does"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The arguments that a program was compiled for: the tree of (args, kwargs) without static ones, the name and the
-    type of each flat one, and the (name, type, value)s of static ones. As of `jax.jit`'s, types need not be as weak.
+    """The arguments that a program was compiled for: the tree of (args, kwargs) without static ones, the name and type
+    of each flat one, and the (name, type, value) of each static one.
+
+    As with `jax.jit`'s compiled programs, types need not be as weak.
     """
 
     signature: Signature
@@ -31,7 +33,7 @@ class Accepted:
     def of(
         cls, signature: Signature, called: Traced, structs: Sequence[jax.ShapeDtypeStruct], statics: tuple[Any, ...]
     ) -> Self:
-        """The arguments of a step as it is `called`, flat ones of these types."""
+        """The arguments of a step, as `called` reads its calls, with flat arguments of these types."""
         return cls(
             signature=signature,
             tree=called.in_tree,
@@ -43,7 +45,7 @@ class Accepted:
     def leaves(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The flat arguments of a call; static ones may be left out.
 
-        Raises ArgumentError, naming the argument, for others than the program was compiled for.
+        Raises ArgumentError, which names the argument, for others than the program was compiled for.
         """
         dynamic, statics = self.signature.split(tuple(args), kwargs)
         leaves, tree = jax.tree.flatten(dynamic)

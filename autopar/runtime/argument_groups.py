@@ -1,6 +1,7 @@
-"""Flat arguments as a jitted program takes them: neighbours that are donated, or that are not, are one list.
+"""Flat arguments in the form that a jitted program takes: a list for each run of neighbours that are all donated, or
+all not.
 
-JAX's fast path makes a pytree of its own for each argument: a thousand of them cost as much as half of the call.
+JAX's fast path makes a pytree of its own for each argument: for a thousand of them that costs half as much as the call.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Runs of flat arguments, `slices` one behind the other; those at `donated` are given away."""
+    """Runs of flat arguments, as consecutive `slices`; the runs at `donated` are given away."""
 
     slices: tuple[slice, ...]
     donated: tuple[int, ...]
 
     def __call__(self, leaves: Sequence[Any]) -> list[list[Any]]:
-        """The leaves, a list for each group."""
+        """The leaves, as a list for each group."""
         return [list(leaves[each]) for each in self.slices]
 
 

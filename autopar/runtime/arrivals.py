@@ -1,9 +1,10 @@
-"""Arguments on their way to where a program of several processes reads them.
+"""Arguments brought to where a program of several processes reads them.
 
-A global array, of which each process holds its part, is transferred. What a process holds whole (NumPy arrays, numbers,
-arrays on its own devices) is taken to be the same on all of them, and every device is given its piece from there. Which
-is which no process can tell alone: an array on the devices of one process looks global to the others. So the processes
-compare, once for each combination of shardings, and the contents of what should be the same with it.
+A global array, of which each process has its part, is transferred. An argument that a process has whole (NumPy arrays,
+numbers, arrays on its own devices) is taken to be the same on all of them, and every device gets its piece from there.
+No process can tell the two apart alone, as an array on the devices of one process looks global to the others. So the
+processes compare, once for each combination of shardings, and with it the contents of arguments that should be the
+same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _Combination = tuple[Sharding | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """The ways of arguments `names` to a program of these processes."""
+    """The arguments `names` of a program of these processes, and how each is brought to its devices."""
 
     processes: Processes
     names: tuple[str, ...]
@@ -75,11 +76,11 @@ class Arrivals:
                 raise DisagreementError(explain(f"{name} on {self.processes.name(rank)}", rule, "", remedy))
 
     def place(self, leaf: Any, sharding: Sharding, *, is_global: bool) -> jax.Array:
-        """An argument in a sharding."""
+        """The argument in a sharding."""
         return self.transferred(leaf, sharding) if is_global else placed(leaf, sharding)
 
     def transferred(self, array: jax.Array, sharding: Sharding) -> jax.Array:
-        """A global array in a sharding: itself where that is its own, else one with buffers of its own."""
+        """A global array in a sharding: the array itself if it has that, else one with buffers of its own."""
         if array.sharding == sharding:
             return array
         key = array.shape, array.dtype, array.sharding, sharding
@@ -91,7 +92,7 @@ class Arrivals:
         return arrived(self.transfers[key].run(array))
 
     def divided(self, leaf: Any, shape: tuple[int, ...], *, is_global: bool) -> Any:
-        """An argument with its dimension 0 divided in the first two of `shape`."""
+        """The argument with its dimension 0 divided into the first two of `shape`."""
         if not is_global:
             return leaf.reshape(shape)
         key = shape, leaf.shape, leaf.dtype, leaf.sharding
@@ -102,12 +103,12 @@ class Arrivals:
 
 
 def _place(leaf: Any) -> str:
-    """The devices of an array, and how it lies on them, in words; empty for what is on none."""
+    """The devices of an array and its layout on them, as text; empty for anything that is on no device."""
     return where(leaf.sharding) if isinstance(leaf, jax.Array) else ""
 
 
 def _contents(leaf: Any) -> str:
-    """A digest of what this process holds whole; words for a part of a global array."""
+    """A digest of an argument that this process has whole; a fixed text for a part of a global array."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return f"a part of a global array in {where(leaf.sharding)}"
     return digest_of(leaf)
@@ -116,7 +117,7 @@ def _contents(leaf: Any) -> str:
 def _divided(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
     """The sharding of an array whose dimension 0 has become the first two of `shape`.
 
-    The axes of that dimension go to the first of the two if they divide it, else to the second, else to none.
+    The axes of that dimension go to the first of the two if they divide it, else to the second, else to neither.
     """
     along, *others = tuple(sharding.spec) or (None,)
     ways = math.prod(sharding.mesh.shape[name] for name in axes_of(along))

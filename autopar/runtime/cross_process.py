@@ -1,8 +1,8 @@
-"""Pieces of arrays between processes.
+"""Transports of pieces of arrays between processes.
 
-On CPUs the receiver fetches them over a connection of its own (`autopar.distributed.Connections`), so that the two
-ends alone take part, in any order. Accelerators have `jax.device_put` between processes (NCCL on GPUs), which every
-process of the program calls for every piece, in one order.
+On CPUs the receiver fetches them over a connection of its own (`autopar.distributed.Connections`), so only the two ends
+take part, in any order. Accelerators have `jax.device_put` between processes (NCCL on GPUs), which every process of the
+program calls for every piece, in one order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def transport_of(plan: TransferPlan, processes: Processes | None) -> Transport:
 
 
 def takes_part(source: Sharding, target: Sharding, processes: Processes) -> bool:
-    """Whether this process has anything to do in a transfer."""
+    """Whether this process does anything in a transfer."""
     devices = source.device_set | target.device_set
     ranks = {device.process_index for device in devices}
     direct = len(ranks) > 1 and any(device.platform != CPU for device in devices)
@@ -126,19 +126,19 @@ class Direct:
 
 
 def _local(routes: Sequence[Route], rank: int) -> tuple[list[int], Move]:
-    """The routes within this process, and what moves pieces along them."""
+    """(the routes within this process, the function that moves pieces along them)."""
     inner = [i for i, route in enumerate(routes) if _ranks(route) == (rank, rank)]
     return inner, Local().connect(tuple(routes[i] for i in inner))
 
 
 def _is_large(routes: Sequence[Route]) -> bool:
-    """Whether pieces that go between two processes together are waited for in Python."""
+    """Whether the pieces that are sent together between two processes are waited for in Python."""
     structs = map(_struct, routes)
     return sum(math.prod(struct.shape) * struct.dtype.itemsize for struct in structs) >= LARGE_NBYTES
 
 
 def _arrived(contents: Future[list[np.ndarray]], at: int, route: Route) -> jax.Array:
-    """A piece on its device, with the memory that it has arrived in."""
+    """A piece on its device, made of the memory in which it has arrived."""
     return _typed(jax.device_put(contents.result()[at], route.target), route.dtype)
 
 
@@ -147,7 +147,7 @@ def _ranks(route: Route) -> tuple[int, int]:
 
 
 def _struct(route: Route) -> jax.ShapeDtypeStruct:
-    """The type of what is sent: of keys, their words."""
+    """The type of what is sent: for keys, that of their words."""
     words = jax.eval_shape(_words, jax.ShapeDtypeStruct(route.shape, route.dtype))
     return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=SingleDeviceSharding(route.target))
 

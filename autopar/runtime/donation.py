@@ -1,8 +1,8 @@
-"""Donated arguments of a pipeline: which of its inputs give their buffers away, and to which outputs of which segment.
+"""Donated arguments of a pipeline: which of its inputs give up their buffers, and to which outputs of which segment.
 
 A step in one program leaves that to `jax.jit`. A pipeline's state is updated by segments of several stages: the last
-segment that reads an input takes its buffer for an output of the same type and sharding, its own next value if that is
-there. What no segment can reuse, but `jax.jit` would, is deleted behind the step.
+segment that reads an input reuses its buffer for an output of the same type and sharding, its own next value if
+possible. Inputs that no segment can reuse, but `jax.jit` would, are deleted after the step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Pair = tuple[int, int]
 
 
 def reused(traced: Traced) -> frozenset[int]:
-    """The donated inputs whose buffers `jax.jit` would give to outputs: those are gone after a call, others are not.
+    """The donated inputs whose buffers `jax.jit` would give to outputs: only these are gone after a call.
 
-    Outputs in order each take the first donated input that is left of their shape and dtype; inputs that its program
-    does not read are none of the program's.
+    Each output in order takes the first donated input that is left with its shape and dtype; inputs that its program
+    does not read are not part of that program.
     """
     graph = traced.graph
     unclaimed: dict[TensorType, deque[int]] = {}
@@ -42,16 +42,15 @@ def reused(traced: Traced) -> frozenset[int]:
 
 
 def unread(graph: Graph) -> frozenset[int]:
-    """The inputs that nothing in the graph reads, such as an array without elements of which others are made."""
+    """The inputs that nothing in the graph reads, such as an array without elements."""
     read = {v for node in graph.nodes for v in node.inputs} | set(graph.outputs)
     return frozenset(i for i, value in enumerate(graph.inputs) if value not in read)
 
 
 def shared(instructions: Iterable[Instruction]) -> Mapping[Slot, Slot]:
-    """The slot that stands for all slots whose arrays may share a buffer, for each such slot; others stand for
-    themselves.
+    """The slot that stands for all slots whose arrays may share a buffer, by each such slot; other slots are left out.
 
-    A transfer between stages of one submesh may hand on the very array.
+    A transfer between stages of one submesh may return the same array.
     """
     representative: dict[Slot, Slot] = {}
     for instruction in instructions:
@@ -69,7 +68,7 @@ def donating(
     arguments: frozenset[int],
     successors: Mapping[int, int],
 ) -> tuple[list[Instruction], list[Segment]]:
-    """The instructions and segments with the buffers of these `arguments` reused.
+    """The instructions and segments in which the buffers of these `arguments` are reused.
 
     `successors` maps a value of the step to its next value, where that is known.
     """
@@ -146,9 +145,9 @@ def _paired(segment: Segment, free: Sequence[int], successors: Mapping[int, int]
 
 
 def _orders(segment: Segment, pairs: Sequence[Pair]) -> tuple[list[int], list[int]]:
-    """The order of inputs and of outputs in which `jax.jit` pairs them as planned.
+    """The orders of inputs and of outputs in which `jax.jit` pairs them as planned.
 
-    It gives each output in order the first donated input that is left of its type.
+    It gives each output in order the first donated input of its type that is left.
     """
     inputs, outputs = [i for i, _ in pairs], [o for _, o in pairs]
     inputs += [i for i in range(len(segment.inputs)) if i not in inputs]
@@ -157,7 +156,7 @@ def _orders(segment: Segment, pairs: Sequence[Pair]) -> tuple[list[int], list[in
 
 
 def _reordered(segment: Segment, inputs: Sequence[int], outputs: Sequence[int], donated: int) -> Segment:
-    """The segment with inputs and outputs in this order; the first `donated` inputs are."""
+    """The segment with inputs and outputs in these orders; its first `donated` inputs are donated."""
     places = [inputs.index(i) for i in range(len(inputs))]
     function = segment.function
 

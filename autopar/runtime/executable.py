@@ -1,4 +1,6 @@
-"""A program on flat arguments: what lies elsewhere is moved, what is donated is gone, what is staged is staged."""
+"""A program on flat arguments: arguments are moved to where it reads them, donated ones deleted, and traced calls
+staged.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from autopar.runtime.program import Donation
 class Executable:
     """A program on flat arguments, each of which is moved to its planned sharding unless it has it already.
 
-    A donated argument is gone after the call even where it had to move first, and is refused where it is passed again,
-    as with `jax.jit`. Those at `stacked` take these shapes first: the same rows, as microbatches.
+    A donated argument is deleted after the call even if it was moved first, and is refused if it is passed again, as
+    with `jax.jit`. Arguments at `stacked` are reshaped to these shapes first: the same rows, as microbatches.
     """
 
     run: Callable[..., Sequence[jax.Array]]
@@ -86,7 +88,7 @@ class Executable:
         return jax.tree.unflatten(self.out_tree, results)
 
     def _is_in_place(self, index: int, leaf: Any) -> bool:
-        """Whether an argument lies as planned, by whatever names of axes, or lies nowhere, so that JAX places it."""
+        """Whether an argument has its planned sharding, by whatever names of axes, or none, so that JAX places it."""
         if not isinstance(leaf, jax.Array):
             return True
         sharding, planned = leaf.sharding, self.in_shardings[index]

@@ -41,7 +41,7 @@ class Prepared:
     """A traced and planned program as a jitted function of flat arguments that is not lowered yet.
 
     `signature` reads the calls of the user's function; `platform` is the devices' (`cpu`, `gpu`). `nested` is the
-    function inside another transformation, of the caller's flat arguments wherever they lie.
+    function inside another transformation, of the caller's flat arguments in whatever shardings.
     """
 
     signature: Signature
@@ -131,9 +131,9 @@ def prepare(
 
 
 def as_given(traced: Traced, planned: Sequence[Sharding]) -> list[Sharding]:
-    """The shardings of the results, by the user's own names of axes where they are the same.
+    """The shardings of the results, with the user's own names of axes where they are the same shardings.
 
-    State comes back as it arrived.
+    State is returned in the sharding in which it arrived.
     """
     inputs, outputs = traced.shardings
     given = {o: inputs[i] for o, i in traced.state_pairs if inputs and inputs[i]}
@@ -193,22 +193,22 @@ class Lowered:
         return self._prepared.plan
 
     def as_text(self) -> str:
-        """The StableHLO."""
+        """The program as StableHLO text."""
         return self._lowered.as_text()
 
     def followed(self, phase: PhaseOf) -> Lowered:
-        """The same program, whose compilation is a `phase` that people follow."""
+        """The same program, whose compilation is reported as a `phase`."""
         return replace(self, _phase=phase)
 
     def unlimited(self) -> Lowered:
-        """The same program, free to need any memory."""
+        """The same program without a memory limit."""
         return replace(self, _limit=None, _again=None)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
         """The executable; `compiler_options` are XLA's.
 
-        Raises OverBudgetError where it needs more memory than a device may. A search is given one more try, with as
-        much less to plan for as XLA needed more than was planned: `plan` of the executable is the new plan then.
+        Raises OverBudgetError if it needs more memory than a device may. A planner that searches gets one more try,
+        within the limit less the bytes by which XLA exceeded the plan: `plan` of the executable is then the new plan.
         """
         with self._phase("compile"):
             return self._compiled(compiler_options)
@@ -229,9 +229,9 @@ class Lowered:
         return Compiled(self._prepared, self._accepted, compiled, executable, self)
 
     def verify(self) -> Verification:
-        """The plan's collectives, and the flops of its products, against those that XLA makes of the program.
+        """The plan's collectives, and the flops of its products, compared with those that XLA makes of the program.
 
-        It is compiled once more, to tell collectives apart.
+        The program is compiled once more, in a way that keeps collectives apart.
         """
         options = hlo.compiler_options(self._prepared.platform, user_options=hlo.UNCOMBINED)
         with self._phase("verify"):
@@ -278,25 +278,25 @@ class Compiled:
         return self._compiled.as_text()
 
     def verify(self) -> Verification:
-        """The plan's collectives, and the flops of its products, against those that XLA makes of the program.
+        """The plan's collectives, and the flops of its products, compared with those that XLA makes of the program.
 
-        On CPU it is compiled once more, to tell collectives apart.
+        On CPU it is compiled once more, in a way that keeps collectives apart.
         """
         if self._prepared.platform == CPU:
             return self._lowered.verify()
         return self._lowered._verify(self.as_text())
 
     def memory_analysis(self) -> Any:
-        """XLA's account of one device's memory, as from `jax.stages.Compiled`."""
+        """XLA's account of one device's memory, as `jax.stages.Compiled` has it."""
         return self._compiled.memory_analysis()
 
     @property
     def needed_nbytes(self) -> int:
-        """Bytes that one device needs by XLA's count, without what lies in the host's memory."""
+        """Bytes that one device needs by XLA's account, without those in the host's memory."""
         return needed_nbytes(self.plan, self.memory_analysis())
 
     def memory_report(self) -> str:
-        """The plan's bytes of one device beside those that XLA counts, as text: what is predicted, XLA's, the ratio."""
+        """The plan's bytes of one device beside XLA's, as text: predicted, XLA's, and the ratio."""
         return self.memory_table().format()
 
     def memory_table(self) -> Table:
@@ -313,7 +313,7 @@ class Compiled:
 
 
 def lower(prepared: Prepared, structs: Sequence[jax.ShapeDtypeStruct], statics: tuple[Any, ...] = ()) -> Lowered:
-    """The program lowered for flat arguments of these types; `statics` are the (name, type, value)s it is traced of."""
+    """The program lowered for flat arguments of these types; `statics` are the (name, type, value) of static ones."""
     graph = prepared.traced.graph
     inner = [
         jax.ShapeDtypeStruct(graph.types[v].shape, struct.dtype, weak_type=struct.weak_type)

@@ -1,4 +1,4 @@
-"""The bytes of one device that compiled programs need, by XLA's own count, and the limit that they must keep."""
+"""The bytes of one device that compiled programs need, by XLA's own account, and the limit that they must keep."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CPU = "cpu"
 
 
 def temporaries_nbytes(plan: Plan, analysis: Any) -> int:
-    """The bytes of a device that temporaries take by XLA's `memory_analysis()`.
+    """The bytes of a device that temporaries need by XLA's `memory_analysis()`.
 
     Its TPU compiler counts the gaps between them twice, as its own account of buffers shows (libtpu 0.0.42, option
-    `xla_dump_to`): they take the mean of that and of what lives at once outside of loops. Of the latter the analysis
-    has a bound, the most that lives at once in any memory and in loops: so they take as much at most, exactly that
-    where nothing loops and less lives on the chip, 6 % less in four layers that are scanned, and up to a third less in
-    steps of a few megabytes.
+    `xla_dump_to`): they need the mean of its number and of what is live at once outside of loops. For the latter the
+    analysis has an upper bound, the most that is live at once in any memory and in loops. So this is an upper bound,
+    too: it is exact where nothing loops and less is live on the chip, 6 % too high in four layers that are scanned, and
+    up to a third in steps of a few megabytes.
     """
     nbytes: int = analysis.temp_size_in_bytes
     if not is_tpu(plan.mesh.cluster.group().device) or not analysis.peak_memory_in_bytes:
@@ -45,9 +45,9 @@ def _permanent_nbytes(analysis: Any) -> int:
 
 
 def needed_nbytes(plan: Plan, analysis: Any) -> int:
-    """The bytes of a device that the compiled form of a plan needs: arguments, unaliased results, and temporaries.
+    """The bytes of a device that the compiled program of a plan needs: arguments, unaliased results, and temporaries.
 
-    XLA's CPU compiler counts what lies in the host's memory as a device's; that much is taken off, as in the plan.
+    XLA's CPU compiler counts arrays in the host's memory as the device's; those bytes are subtracted, as in the plan.
     """
     apart = analysis.host_argument_size_in_bytes > 0
     nbytes = _permanent_nbytes(analysis) + temporaries_nbytes(plan, analysis)
@@ -57,7 +57,7 @@ def needed_nbytes(plan: Plan, analysis: Any) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """The bytes that a device may need, with `words` for the limit, the function's source, and whether plans are
-    searched.
+    searched for.
     """
 
     nbytes: float
@@ -66,7 +66,7 @@ class Limit:
     searched: bool
 
     def error(self, plan: AnyPlan, needed: int) -> OverBudgetError:
-        """The error about a plan whose compiled form needs more."""
+        """The error for a plan whose compiled program needs more."""
         less = int(self.nbytes * self.nbytes / needed)
         remedy = f"plan for less with memory_limit={less:,} (bytes)" if self.searched else "use planner=autopar.Auto()"
         return OverBudgetError(
@@ -85,9 +85,9 @@ class Limit:
 def limit_of(
     plan: AnyPlan, devices: Sequence[Device], memory_limit: int | None, source: str, *, searched: bool
 ) -> Limit | None:
-    """The limit of the compiled form of a plan on these devices: `memory_limit`, or else the devices' own memory.
+    """The limit for the compiled program of a plan on these devices: `memory_limit`, or else the devices' own memory.
 
-    None where nothing was asked for and the devices are virtual ones, which share the memory of their machine.
+    None if the user gives no limit and the devices are virtual ones, which share the memory of their machine.
     """
     if memory_limit is None and devices[0].platform == CPU:
         return None
@@ -96,15 +96,16 @@ def limit_of(
 
 
 def pipeline_nbytes(program: Program, executables: Sequence[Any]) -> int:
-    """The peak of the fullest device in a pipeline's step."""
+    """The peak bytes, during a pipeline's step, of the device that needs most."""
     return max(pipeline_peaks(program, executables).values(), default=0)
 
 
 def pipeline_peaks(program: Program, executables: Sequence[Any]) -> Mapping[int, int]:
-    """The peaks of a pipeline's stages, each on one device, by the first device's id: arrays and what segments need.
+    """The peak bytes of one device of each of a pipeline's stages, by the first device's id: arrays and what segments
+    need.
 
-    Arguments that are not donated stay all the while, results from where they are made. Segments of other processes
-    have no executable here, and what they need is counted there.
+    Arguments that are not donated are there throughout, results from where they are made. Segments of other processes
+    have no executable here; their bytes are counted there.
     """
     walk = _Walk(program)
     for instruction in program.instructions:
@@ -121,7 +122,7 @@ def pipeline_peaks(program: Program, executables: Sequence[Any]) -> Mapping[int,
 
 
 class _Walk:
-    """The bytes on every stage while a program goes on; a stage is named by the first of its devices."""
+    """The bytes on every stage in the course of a program; a stage is named by the first of its devices."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -171,7 +172,7 @@ class _Walk:
 
 
 def _sizes(program: Program) -> dict[Slot, tuple[int, int]]:
-    """(stage, bytes of one device) of every slot that something reads or writes."""
+    """(stage, bytes of one device) of every slot that an instruction reads or writes."""
     sizes: dict[Slot, tuple[int, int]] = {}
     for instruction in program.instructions:
         match instruction:

@@ -1,9 +1,9 @@
-"""A pipeline's plan as a program: its segments, and the order in which they are run and values sent and freed.
+"""A pipeline's plan as a program: its segments, and the order in which they run and values are sent and freed.
 
-One total order is written down: each stage's tasks in the order of its schedule, stages merged by simulated start, a
-transfer right behind what makes its value, a value freed behind its last use. A stage's program is cut into segments
-where it waits for another stage or for its next task: before the loop, each kind of task, and after the loop once for
-every round of waiting.
+There is one total order: each stage's tasks in the order of its schedule, stages merged by simulated start, a transfer
+right after the instruction that makes its value, a value freed after its last use. A stage's program is cut into
+segments wherever it waits for another stage or for its next task: before the loop, for each kind of task, and after the
+loop once for every round of waiting.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _stage(
 def _feed(
     stage: Stage, listing: Listing, arguments: Mapping[int, int], traced: Traced, input_stages: Sequence[int]
 ) -> None:
-    """Adds slots for the arguments that a stage reads; the state of another stage is sent from there."""
+    """Adds slots for the arguments that a stage reads; state of another stage is sent from there."""
     graph = stage.part.graph
     for value, spec in zip(graph.inputs, stage.layout.inputs, strict=True):
         position = arguments.get(value)
@@ -96,7 +96,7 @@ def _feed(
 
 
 def _before(stage: Stage, listing: Listing) -> None:
-    """Brings constants and sums to the placements that the loop needs, and computes what precedes the loop."""
+    """Brings constants and sums to the placements that the loop needs, and computes all that precedes the loop."""
     graph, loop = stage.part.graph, stage.part.loop
     node, placement = graph.nodes[loop], stage.loop_placement
     n_held = sum(counts(node.params))
@@ -117,7 +117,7 @@ def _before(stage: Stage, listing: Listing) -> None:
 def _results(
     traced: Traced, program_stages: Sequence[Stage], stages: Stages, listing: Listing, devices: Sequence[Device]
 ) -> tuple[Slot, ...]:
-    """The slots of outputs, each an array of its own: what the caller may donate is no argument and no constant.
+    """The slots of outputs, each an array of its own: as the caller may donate it, it is no argument and no constant.
 
     Of several processes each is sent the outputs that are single numbers, so that a loss can be read on all.
     """
@@ -161,7 +161,7 @@ def _copied(stage: Stage, value_and_spec: Held, slot: Slot, listing: Listing) ->
 
 
 def _finished(traced: Traced, listing: Listing, results: tuple[Slot, ...]) -> Program:
-    """The program, with buffers donated where they can be and values freed behind their last use."""
+    """The program with buffers donated where possible and values freed after their last use."""
     gone = reused(traced)
     inputs, outputs = traced.graph.inputs, traced.graph.outputs
     successors = {inputs[position]: outputs[output] for output, position in traced.state_pairs}

@@ -21,7 +21,7 @@ from passes.sharding import ShardingSpec
 
 
 class Listing:
-    """The contents of a program so far; `slots` are those of values by stage and placement."""
+    """The segments and instructions of a program so far; `slots` are those of values, by stage and placement."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -37,12 +37,12 @@ class Listing:
         return self.n_slots - 1
 
     def add(self, segment: Segment) -> int:
-        """The segment's number."""
+        """The number of a segment, which is added."""
         self.segments.append(segment)
         return len(self.segments) - 1
 
     def run(self, segment: int, inputs: Sequence[Slot], task: Task | None = None) -> tuple[Slot, ...]:
-        """The slots of a segment's outputs, after an instruction that runs it on these inputs."""
+        """The slots of a segment's outputs; an instruction that runs it on these inputs is added."""
         outputs = tuple(self.fresh() for _ in self.segments[segment].outputs)
         self.instructions.append(Run(segment=segment, inputs=tuple(inputs), outputs=outputs, task=task))
         return outputs
@@ -76,7 +76,9 @@ class Listing:
         receiver: Stage,
         spec: ShardingSpec,
     ) -> Slot:
-        """The slot of an array of `sender` on the submesh of `receiver`, in another placement."""
+        """The slot of an array of `sender` on the submesh of `receiver`, in another placement; the transfer
+        is added.
+        """
         target = self.fresh()
         struct = jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype), sharding=sender.sharding(spec_held))
         self.instructions.append(Send(source=source, target=target, struct=struct, sharding=receiver.sharding(spec)))
@@ -93,7 +95,7 @@ class Listing:
         return target
 
     def exchange(self, stages: Sequence[Stage]) -> None:
-        """Sends the values that stages read, live elsewhere and exist by now."""
+        """Sends the values that stages read, that are on other stages and exist by now."""
         for stage in stages:
             for value, spec in zip(stage.part.graph.inputs, stage.layout.inputs, strict=True):
                 if (stage.number, value, spec) not in self.slots and value not in stage.part.boundary_values:

@@ -1,6 +1,6 @@
 """The loop over microbatches as instructions: a segment for each kind of a stage's tasks, run once a microbatch.
 
-What a task reads is a microbatch's slice, a sum so far, or what the loop holds for all of them.
+A task reads slices of microbatches, running sums, and values that the loop reads in every microbatch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from passes.sharding import Resharder, ShardingSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTasks:
-    """The segments of a stage by kind of task: which sums end in which body values, what is sent, how values leave."""
+    """The segments of a stage by kind of task, which body values their sums end in, and what they send."""
 
     segments: Mapping[str, int]
     totals: Mapping[int, int]
@@ -35,7 +35,7 @@ class StageTasks:
 
 
 def tasks_of(stage: Stage, listing: Listing, loop_body: Body, *, splits_backward: bool) -> StageTasks:
-    """The segments of a stage's tasks, which are added to the listing, not compiled yet."""
+    """The segments of a stage's tasks, which are added to the listing and not compiled yet."""
     part, inner = stage.part, stage.loop_placement.bodies[0]
     body, node = part.body, part.graph.nodes[part.loop]
     constants, carries = counts(node.params)
@@ -76,8 +76,8 @@ def tasks_of(stage: Stage, listing: Listing, loop_body: Body, *, splits_backward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """The loop under construction: by stage, the slots of microbatches' slices, of sums so far and of their initial
-    zeros.
+    """The loop under construction: the slots of microbatches' slices, of running sums and of their initial zeros, by
+    stage.
 
     `arguments` are the positions of the step's inputs.
     """
@@ -120,7 +120,7 @@ class Loop:
             self.slices[receiver.number, value, spec, microbatch] = slot
 
     def _read(self, stage: Stage, value_and_spec: Held, microbatch: int) -> Slot:
-        """The slot of a value that a task reads: a slice, a sum so far, or what the loop holds."""
+        """The slot of a value that a task reads: a slice, a running sum, or a value from outside the loop."""
         value, spec = value_and_spec
         part, key = stage.part, (stage.number, value, spec, microbatch)
         if key in self.slices:
@@ -150,9 +150,9 @@ class Loop:
         return slot
 
     def total(self, stage: Stage, start: int, spec: ShardingSpec) -> Slot:
-        """The slot of the sum that begins as the body's input `start`, as it stands.
+        """The slot of the running sum that begins as the body's input `start`.
 
-        Before the first microbatch it is zero, an array of its own for each sum: it is donated.
+        Before the first microbatch it is zero, an array of its own for each sum, as it is donated.
         """
         total = stage.number, self.tasks[stage.number].totals[start]
         if total in self.sums:

@@ -1,4 +1,6 @@
-"""A pipeline before it runs: its stages' programs lowered and compiled one by one, on devices that may be described."""
+"""A pipeline compiled ahead of time: its stages' programs lowered and compiled one by one, also for described
+devices.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from passes.text import Column, Table, quantities
 class LoweredPipeline:
     """The segments of a pipeline in StableHLO, for its plan's devices; `compile()` is the next step.
 
-    `load` makes of executables what runs the pipeline. Stages that are alike have segments of their own all the same.
+    `load` makes of executables the function that runs the pipeline. Equal stages have segments of their own all the
+    same.
     """
 
     plan: PipelinePlan
@@ -45,7 +48,7 @@ class LoweredPipeline:
         load: Callable[[tuple[Any, ...]], Callable[[list[Any]], Any]],
         limit: Limit | None,
     ) -> Self:
-        """The pipeline of a step, which is how calls are read, as it is called, its flat arguments and static ones."""
+        """The lowered pipeline of a step, for calls as `called` reads them."""
         return cls(plan=plan, accepted=Accepted.of(*step), program=program, load=load, limit=limit)
 
     def as_text(self) -> str:
@@ -54,11 +57,11 @@ class LoweredPipeline:
         return "\n".join(f"// {segment.name}\n{segment.lower().as_text()}" for segment in segments)
 
     def followed(self, phase: PhaseOf) -> LoweredPipeline:
-        """The same pipeline, whose compilation is a `phase` that people follow."""
+        """The same pipeline, whose compilation is reported as a `phase`."""
         return replace(self, phase=phase)
 
     def unlimited(self) -> LoweredPipeline:
-        """The same, free to need any memory."""
+        """The same pipeline without a memory limit."""
         return replace(self, limit=None)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledPipeline:
@@ -73,11 +76,13 @@ class LoweredPipeline:
         return compiled
 
     def verify(self) -> tuple[Verification, ...]:
-        """Each stage's planned collectives against those of its programs, compiled once more to tell them apart."""
+        """Each stage's planned collectives compared with those of its programs, compiled once more to keep
+        them apart.
+        """
         return self._verify(self._executables("verify", dict(hlo.UNCOMBINED)))
 
     def _executables(self, verb: str, user_options: dict[str, Any] | None) -> tuple[Any, ...]:
-        """The segments compiled, those that are the same program on other devices too."""
+        """The compiled segments; equal programs on other devices are compiled as well."""
         executables: list[Any] = []
         with self.phase(verb) as current:
             for number, segment in enumerate(self.program.segments):
@@ -117,7 +122,7 @@ class CompiledPipeline:
 
     @property
     def peaks(self) -> Mapping[int, int]:
-        """Bytes of one device of each submesh by XLA's count over a step, the submesh by its number."""
+        """The peak bytes of one device of each submesh over a step by XLA's account, by the submesh's number."""
         plan = self.lowered.plan
         by_device = pipeline_peaks(self.lowered.program, self.executables)
         firsts = sorted(by_device.keys() - {-1})
@@ -129,7 +134,7 @@ class CompiledPipeline:
 
     @cached_property
     def _run(self) -> Callable[[list[Any]], Any]:
-        """The pipeline of the executables, made by the first call: devices that are described run nothing."""
+        """The pipeline of the executables, made at the first call: described devices run nothing."""
         return self.lowered.load(self.executables)
 
     def as_text(self) -> str:
@@ -155,7 +160,7 @@ class CompiledPipeline:
         return Table(title="peak memory of one device", columns=columns, rows=rows)
 
     def verify(self) -> tuple[Verification, ...]:
-        """Each stage's planned collectives against those of its programs."""
+        """Each stage's planned collectives compared with those of its programs."""
         if self.lowered.program.segments[0].platform == CPU:
             return self.lowered.verify()
         return self.lowered._verify(self.executables)

@@ -1,4 +1,6 @@
-"""Arguments that somebody has placed, and that have to move all the same: said once, with their bytes."""
+"""The warning about arguments that were placed on several devices and still have to move, given once, with
+their bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ _REMEDY += "parallel function returns them, with follow="
 
 @dataclass(slots=True, kw_only=True)
 class Moves:
-    """The arguments `names` of a function at `source`, of which those that move are told of at the first call."""
+    """The arguments `names` of a function at `source`; a first call warns of those that move."""
 
     names: Sequence[str]
     source: str
     is_told: bool = field(default=False, init=False)
 
     def tell(self, leaves: Sequence[Any], targets: Sequence[Sharding], moving: Sequence[int]) -> None:
-        """Warns of what moves although it was put on several devices, unless that was done before.
+        """Warns of arguments that move although they were on several devices, unless it has warned before.
 
-        Among the arguments at `moving` are some that only take another type: they lie where they should.
+        Some of the arguments at `moving` may only take another type, and are where they should be.
         """
         if self.is_told:
             return

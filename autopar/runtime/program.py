@@ -1,6 +1,6 @@
 """A pipeline's program as values: segments, instructions in one total order, and the rules of slots.
 
-Nothing is decided while a program runs: which segment runs when, what is sent where and when a value dies is all
+Nothing is decided while a program runs: which segment runs when, what is sent where and when a value is freed is all
 written down, and checked here.
 """
 
@@ -28,8 +28,9 @@ Held = tuple[int, ShardingSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A piece of a stage's program: flat arrays in, flat arrays out, `donated` inputs reused for outputs; compiled for
-    the `platform` of its stage, with XLA's options of the user's.
+    """A piece of a stage's program from flat arrays to flat arrays; buffers of `donated` inputs are reused for outputs.
+
+    It is compiled for the `platform` of its stage, with the user's options for XLA.
     """
 
     name: str
@@ -46,7 +47,9 @@ class Segment:
     user_options: Mapping[str, Any] | None = None
 
     def lower(self) -> Any:
-        """The segment in StableHLO, a module of its kind's name: profiles tell a forward from a backward by it."""
+        """The segment in StableHLO, as a module named after its kind, so that profiles tell a forward from a
+        backward.
+        """
 
         def run(*inputs: Any) -> Any:
             return self.function(*inputs)
@@ -88,7 +91,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free:
-    """The instruction that drops arrays that nothing reads any more."""
+    """The instruction that drops arrays which nothing reads any more."""
 
     slots: tuple[Slot, ...]
 
@@ -110,7 +113,7 @@ class Feed:
 class Donation:
     """The positions of the arguments that are deleted after a step, as after `jax.jit`, and all names.
 
-    Those of the positions that are `unread` are none of the planned program's, which leaves them alone.
+    Donated arguments that are `unread` are not part of the planned program, which leaves them alone.
     """
 
     positions: tuple[int, ...] = ()
@@ -118,9 +121,9 @@ class Donation:
     unread: tuple[int, ...] = ()
 
     def check_there(self, leaves: Sequence[Any]) -> None:
-        """Raises RuntimeError for a donated array that has been deleted, as JAX does for one that is not donated.
+        """Raises RuntimeError for a donated array that was deleted, as JAX does for one that is not donated.
 
-        With one that is, JAX 0.10.2 ends the process (SIGSEGV), where the program is for several devices.
+        For a donated one, JAX 0.10.2 ends the process (SIGSEGV) if the program is for several devices.
         """
         if not jax_compat.are_there([leaves[position] for position in self.positions]):
             raise RuntimeError("a donated array has been deleted")
@@ -139,9 +142,9 @@ class Donation:
                 raise ArgumentError(explain(argument, rule, "", "pass a copy, or donate none of them"))
 
     def delete(self, leaves: Sequence[Any], positions: Iterable[int] | None = None) -> None:
-        """Deletes the donated arrays that still exist: they had to move first, or no segment could use them.
+        """Deletes the donated arrays that still exist: they were moved first, or no segment could reuse them.
 
-        Of those at `positions` alone, if these are given.
+        If `positions` are given, only those.
         """
         for position in self.positions if positions is None else sorted({*self.positions}.intersection(positions)):
             leaf = leaves[position]
@@ -162,9 +165,9 @@ class Program:
     donation: Donation = Donation()
 
     def input_shardings(self, count: int, elsewhere: Sharding) -> list[Sharding]:
-        """The sharding in which each of `count` arguments is read first; `elsewhere` for what is not read at all.
+        """The sharding in which each of `count` arguments is read first; `elsewhere` for those that are never read.
 
-        That of a batch is of its rows, which are cut as those of a microbatch.
+        For a batch it is that of its rows, which are sharded as those of a microbatch.
         """
         chosen: dict[int, Sharding] = {}
         for feed in sorted(self.feeds, key=lambda feed: feed.slice is None):

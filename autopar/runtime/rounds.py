@@ -1,4 +1,4 @@
-"""The instructions after the loop, in rounds: each stage runs all that it can, then sends what others need."""
+"""The instructions after the loop, in rounds: each stage runs all that it can, then sends values that others need."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def write_rounds(stages: Sequence[Stage], listing: Listing) -> None:
 
 
 def _write_round(stage: Stage, stages: Sequence[Stage], listing: Listing, ran: set[int]) -> bool:
-    """Whether anything could run, which then has been added.
+    """Whether any stage could run something; if so, that was added.
 
-    While a stage waits for others it runs what they wait for and no more, so that state is updated in one segment,
-    which has a use for its buffers.
+    While a stage waits for others it runs only what they wait for, so that state is updated in one segment, which can
+    reuse its buffers.
     """
     graph, specs = stage.part.graph, value_specs(stage.part.graph, stage.layout)
     free = {v for i, n in enumerate(graph.nodes) if is_free(graph, i) for v in n.outputs}

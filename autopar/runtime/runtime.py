@@ -1,4 +1,4 @@
-"""The loop that runs a pipeline's program: every instruction issued in order, none waited for."""
+"""The loop that runs a pipeline's program: every instruction is issued in order, and none is waited for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Step = Callable[[Slots], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:
-    """The microbatches of an argument that one stage reads: they arrive as one array, which `cut` takes apart."""
+    """The microbatches of an argument that one stage reads: they arrive as one array, which `cut` divides."""
 
     argument: int
     sharding: Sharding
@@ -42,7 +42,7 @@ class Slices:
 class Times:
     """Seconds of a step: of the feed, of each instruction on the host, and until its results are ready.
 
-    `done` differs from `host` only where results were waited for.
+    `done` differs from `host` only if results were waited for.
     """
 
     feed: float
@@ -55,7 +55,7 @@ class Pipeline:
     """A program with its executables, ready to run step after step.
 
     `steps` are the program's instructions as functions, `executables` its segments'; `weak` are the outputs of weak
-    type. Of several processes each has the executables, and does the instructions, of its own devices; `arrivals` bring
+    type. Each of several processes has the executables, and runs the instructions, of its own devices; `arrivals` bring
     arguments there.
     """
 
@@ -117,7 +117,7 @@ class Pipeline:
         )
 
     def transfer_seconds(self, times: Times) -> float:
-        """The part of a step's times that arrays took from stage to stage."""
+        """The part of a step's seconds that transfers between stages took."""
         sends = (isinstance(instruction, Send) for instruction in self.program.instructions)
         return sum(done for is_send, done in zip(sends, times.done, strict=True) if is_send)
 
@@ -132,7 +132,7 @@ class Pipeline:
         return jax.tree.unflatten(self.out_tree, results)
 
     def _fed(self, leaves: Sequence[Any]) -> Slots:
-        """The slots with every argument where it is read; arrays that are there already stay."""
+        """The slots with every argument where it is read; arrays that are there already are not copied."""
         slots: Slots = [None] * self.program.n_slots
         for slot, array in self.constants:
             slots[slot] = array
@@ -210,7 +210,7 @@ def _run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> 
 
 
 def _within(windows: Sequence[Window], step: Step, sign: int) -> Step:
-    """A step that waits until it may be issued; slot `sign` shows when it is done."""
+    """A step that first waits until it may be issued; slot `sign` shows when it is done."""
 
     def waiting(slots: Slots) -> None:
         for window in windows:
@@ -223,14 +223,14 @@ def _within(windows: Sequence[Window], step: Step, sign: int) -> Step:
 
 
 def _arrive(slots: Slots, read: tuple[int, ...]) -> None:
-    """Waits for what other processes send to these slots."""
+    """Waits for arrays of other processes to arrive in these slots."""
     for slot in read:
         if isinstance(slots[slot], Later):
             slots[slot] = slots[slot].make()
 
 
 def _behind(late: tuple[int, ...], step: Step) -> Step:
-    """A step that waits for what other processes send to the slots that it reads."""
+    """A step that first waits for arrays of other processes in the slots that it reads."""
 
     def waiting(slots: Slots) -> None:
         _arrive(slots, late)
@@ -255,7 +255,7 @@ def _free(freed: tuple[int, ...]) -> Step:
 
 
 def _skip(slots: Slots) -> None:
-    """The step of what other processes do."""
+    """The step for instructions of other processes, which does nothing."""
 
 
 def load(
@@ -269,8 +269,8 @@ def load(
     """The program with its `executables`, compiled here if they are not given.
 
     `rows` are the rows of a microbatch for each argument that is a batch, and `weak` says of each output whether it is
-    of weak type. Of several `processes` each compiles what its devices run, after all have compared what that is.
-    Raises DisagreementError where it differs, and DeviceError where devices are described to be compiled for.
+    of weak type. Of several `processes` each compiles what its devices run, after all have compared that. Raises
+    DisagreementError where it differs, and DeviceError for devices that are only described.
     """
     for segment in program.segments:
         check_here(segment.out_shardings[0])
@@ -350,7 +350,7 @@ def _steps(program: Program, executables: Sequence[Any], processes: Processes | 
 
 
 def _slices(program: Program) -> tuple[Slices, ...]:
-    """The slices that the feeds take of batches, by argument and place."""
+    """The slices that the feeds take of batches, by argument and placement."""
     groups: dict[tuple[int, Sharding], list[tuple[int, int]]] = {}
     for feed in program.feeds:
         if feed.slice is not None:
@@ -371,7 +371,7 @@ def _cut(numbers: tuple[int, ...], sharding: Sharding) -> Callable[[jax.Array], 
 
 
 def _stacked(sharding: Sharding) -> Sharding:
-    """The sharding of microbatches side by side, each of which is in `sharding`."""
+    """The sharding of stacked microbatches, each of which is in `sharding`."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     return sharding

@@ -1,6 +1,6 @@
 """Segments of a stage's program as functions of arrays: the parts that run without waiting, on the stage's submesh.
 
-A value that is a partial sum crosses segments with an axis in front, one summand a device.
+A partial sum that crosses segments is an array with one more dimension in front, which has a summand for each device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from passes.transforms import Part
 
 @dataclass(slots=True, kw_only=True)
 class Stage:
-    """A stage with its plan, its submesh and the pieces of its program."""
+    """A stage with its plan, its submesh and the segments of its program."""
 
     number: int
     part: Part
@@ -53,20 +53,20 @@ class Stage:
         return self.layout.placements[self.part.loop]
 
     def sharding(self, spec: ShardingSpec) -> Sharding:
-        """The JAX sharding of an array that crosses segments; partial sums have an axis in front."""
+        """The JAX sharding of an array that crosses segments; partial sums have one more dimension in front."""
         if self.mesh is None:
             return SingleDeviceSharding(self.device)
         return NamedSharding(self.mesh, partition(spec))
 
 
 def partition(spec: ShardingSpec) -> PartitionSpec:
-    """The spec as JAX writes it, the axes of partial sums in front."""
+    """The spec as a PartitionSpec, the axes of partial sums in front."""
     dims = partition_spec(spec)
     return PartitionSpec(spec.partial, *dims) if spec.partial else dims
 
 
 def counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """The numbers of a loop's operands that are constants, and that are carried."""
+    """(constants, carries): the numbers of a loop's operands of each kind."""
     return params["num_consts"], params["num_carry"]
 
 
@@ -137,7 +137,7 @@ def _used_constants(body: Body, nodes: Sequence[int], needed: Sequence[Held]) ->
 
 
 def _function(stage: Stage, piece: Body, layout: Layout) -> Any:
-    """The function of a segment on whole arrays, partial sums with an axis in front."""
+    """The function of a segment on whole arrays; partial sums have one more dimension in front."""
     reshardings = resharding_plan(piece.graph, layout, Resharder(stage.plan.mesh))
     run = partial(walk, piece, layout, reshardings, OnPieces(stage.plan.mesh))
     if stage.mesh is None:

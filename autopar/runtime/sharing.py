@@ -1,16 +1,16 @@
-"""The part of a pipeline's program that one process of several does.
+"""The part of a pipeline's program that one of several processes runs.
 
-Every process has the whole program and issues, in its order, what its devices take part in. A process waits in two
-places. Before it issues a task it waits until fewer than `IN_FLIGHT` earlier ones are unfinished, or on CPUs none that
-spans processes; and where an array comes from another process, its devices wait for the contents, or on CPUs, where the
-array is large, the process does before it issues what reads it. `waiting` has these rules as a graph, in which `agree`
-looks for cycles before the first step.
+Every process has the whole program and issues, in its order, the instructions in which its devices take part. A process
+waits in two places. Before it issues a task it waits until fewer than `IN_FLIGHT` earlier ones are unfinished, or on
+CPUs none that spans processes. And where an array comes from another process, its devices wait for the contents, or on
+CPUs, if the array is large, the process does before it issues its reader. `waiting` has these rules as a graph, in
+which `agree` looks for cycles before the first step.
 
-**No schedule deadlocks.** Say that every process waits, and take the instruction that comes first in the program's
-order of all those that are issued and unfinished, or are next to be issued. Everything before it is finished, on all
-processes: else that would come first. What it reads is there, then; the queues of its devices are empty, for they hold
-instructions in the same order; the other processes that it takes have nothing before it either, and issue their share;
-and no window is closed by what is finished. So it can run, and nothing waits for ever.
+**No schedule deadlocks.** Suppose that every process waits, and take the instruction that comes first in the program's
+order of all that are issued and unfinished, or are next to be issued. Everything before it is finished, on all
+processes: otherwise that would come first. So what it reads is there; the queues of its devices are empty, as they hold
+instructions in the same order; the other processes that take part in it have nothing before it either, and issue their
+share; and finished instructions close no window. So it can run, and nothing waits for ever.
 
 On CPUs tasks that span processes run one at a time, because XLA would run two of them in any order, each in a thread of
 a small pool, and their collectives would meet those of others.
@@ -52,17 +52,17 @@ class Window:
                 output.block_until_ready()
 
     def add(self, output: jax.Array) -> None:
-        """Adds a task, one of whose outputs this is."""
+        """Adds a task, of which this is an output."""
         self.unfinished.append(output)
 
 
 def spans(sharding: Sharding) -> bool:
-    """Whether the collectives of a task with this sharding must not meet others': it spans processes, on CPUs."""
+    """Whether the collectives of a task with this sharding must not run beside others: it spans processes, on CPUs."""
     return not sharding.is_fully_addressable and all(device.platform == "cpu" for device in sharding.device_set)
 
 
 def signs(program: Program) -> Mapping[int, Slot]:
-    """The slot that shows when a task, by its instruction, is finished: of a small output that is not donated."""
+    """The slot that shows when a task is finished, by its instruction: of a small output that is not donated."""
     donated = {
         instruction.inputs[i]
         for instruction in program.instructions
@@ -97,8 +97,8 @@ def result_types(program: Program) -> tuple[tuple[tuple[int, ...], Any, Sharding
 
 
 def agree(processes: Processes, program: Program, lowered: Sequence[Any]) -> None:
-    """Raises DisagreementError where processes have other instructions, or other programs of a segment that they share,
-    or would wait for each other.
+    """Raises DisagreementError if processes have different instructions, or different programs of a shared segment, or
+    would wait for each other.
 
     A segment is lowered by the processes that run it.
     """
@@ -114,7 +114,7 @@ def agree(processes: Processes, program: Program, lowered: Sequence[Any]) -> Non
 
 
 def _text(instruction: Instruction) -> str:
-    """An instruction with what it needs of devices, in words."""
+    """An instruction with what it needs of devices, as text."""
     if not isinstance(instruction, Send):
         return str(instruction)
     struct, source = instruction.struct, instruction.struct.sharding

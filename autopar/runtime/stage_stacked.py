@@ -1,7 +1,7 @@
-"""Arrays whose pieces lie one after the other on the stages of a pipeline, as the caller's whole arrays.
+"""Arrays over all stages of a pipeline: the caller's whole arrays, whose pieces are on the stages one after the other.
 
-An array over stages has a mesh whose first axis are the stages, and is cut along dimension 0. Where the stages' meshes
-are alike, it is made of the very buffers that the stages hold.
+The mesh of such an array has the stages as its first axis, which cuts dimension 0. Where the stages' meshes are alike,
+the array is made of the very buffers that the stages have.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def placements(
 ) -> tuple[list[Sharding], dict[Sharding, tuple[Sharding, ...]]]:
     """The sharding of each of the caller's flat inputs, from those of the program's, and the chunks of joined ones.
 
-    Where no array over stages can be made of an input's pieces it is that of the first.
+    Where no array over stages can be made of an input's pieces, it is the sharding of the first.
     """
     whole: list[Sharding] = []
     origins: dict[Sharding, tuple[Sharding, ...]] = {}
@@ -79,12 +79,11 @@ def _struct(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
 
 @dataclass(slots=True)
 class StageStacked:
-    """A pipeline whose inputs and outputs are in pieces, called on whole arrays, which are copied only where they must
-    be.
+    """A pipeline whose inputs and outputs are in pieces, called on whole arrays, which are copied only if they must be.
 
-    An output is one array over all stages that hold pieces of it, cut along dimension 0. As an input of the next step
-    it is taken apart where it lies. `donation` is of the caller's arrays. `origins` are the placements of the pieces of
-    such arrays; `fresh` holds, by `id`, the pieces of those that share their buffers, for as long as they live.
+    An output is one array over all stages that have pieces of it, cut along dimension 0. As an input of the next step
+    it is taken apart in place. `donation` is of the caller's arrays. `origins` are the placements of the pieces of such
+    arrays; `fresh` has, by `id`, the pieces of arrays that share their buffers, as long as these live.
     """
 
     pipeline: Callable[[list[Any]], Sequence[Any]]
@@ -155,7 +154,7 @@ class StageStacked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """The sharding of a joined array, and of its chunks, of one or more pieces each."""
+    """The sharding of a joined array, and those of its chunks, of one or more pieces each."""
 
     whole: NamedSharding
     chunks: tuple[Sharding, ...]
@@ -179,7 +178,7 @@ def _target(pieces: tuple[Sharding, ...]) -> _Target | None:
 
 
 def _joined(chunks: Sequence[Sharding]) -> NamedSharding:
-    """The sharding of chunks one behind the other, which differ only in their devices."""
+    """The sharding of consecutive chunks whose shardings differ only in their devices."""
     first = chunks[0]
     if not isinstance(first, NamedSharding):
         devices = [next(iter(chunk.device_set)) for chunk in chunks]
@@ -190,7 +189,7 @@ def _joined(chunks: Sequence[Sharding]) -> NamedSharding:
 
 
 def _alike(stages: Sequence[Sharding]) -> Sequence[Sharding]:
-    """The first stage's placement on each stage's mesh; nothing if their meshes differ in more than the devices."""
+    """The first stage's placement on each stage's mesh; empty if their meshes differ in more than the devices."""
     if all(isinstance(sharding, SingleDeviceSharding) for sharding in stages):
         return stages
     named = [sharding for sharding in stages if isinstance(sharding, NamedSharding)]

@@ -40,13 +40,13 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """An array that comes from another process: `make` waits for it."""
+    """An array that comes from another process: `make` waits for it and returns it."""
 
     make: Callable[[], jax.Array]
 
 
 def arrived(array: jax.Array | Later) -> jax.Array:
-    """The array, waited for if it is on its way."""
+    """The array, after waiting for it if it is a `Later`."""
     return array.make() if isinstance(array, Later) else array
 
 
@@ -90,9 +90,10 @@ class Local:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """A plan compiled for its devices. A call returns the array in the target's sharding, which may not be computed.
+    """A plan compiled for its devices. A call returns the array in the target's sharding, which may not be computed
+    yet.
 
-    `run` returns at once, with a `Later` in the place of an array that has to be waited for here.
+    `run` returns at once, with a `Later` in place of an array that has to be waited for here.
     """
 
     plan: TransferPlan
@@ -113,10 +114,10 @@ class Transfer:
 
 
 def compile_transfer(plan: TransferPlan, transport: Transport | None = None, *, keeps: bool = False) -> Transfer:
-    """The plan as a function: every cut and join compiled, every route connected. `transport` is `Local()` if None.
+    """The plan as a function, with every cut and join compiled and every route connected.
 
-    With `keeps` the operand may be donated or deleted at any time afterwards, unless the plan is an alias: what is sent
-    is a copy.
+    `transport` is `Local()` if None. With `keeps` the operand may be donated or deleted at any time afterwards, unless
+    the plan is an alias: copies are sent.
     """
     plan.verify()
     transport = transport or Local()
@@ -261,9 +262,9 @@ def _cut(shard: jax.Array, *, boxes: tuple[Box, ...]) -> tuple[jax.Array, ...]:
 
 
 def _joined(*pieces: jax.Array, boxes: tuple[Box, ...], dimension: int = 0) -> jax.Array:
-    """The array of pieces side by side.
+    """The array of pieces joined side by side.
 
-    They lie on a grid, as the shards of every sharding do: one dimension after another.
+    They form a grid, as the shards of every sharding do, and are joined one dimension after another.
     """
     if len(pieces) == 1:
         return pieces[0]

@@ -44,7 +44,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A whole target shard that another target device already has and passes on."""
+    """A whole target shard that is copied from one target device to another."""
 
     source_device: Device
     target_device: Device
@@ -55,12 +55,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """The way of an array of one type from `source` to `target`.
+    """The transfer of an array of one type from `source` to `target`.
 
     alias     it is there already
-    put       shard by shard: the i-th devices of both hold the same part
-    reshard   the same devices in the same order, which exchange what they hold by collectives
-    tiles     everything else: first the tiles, then the copies of what they made
+    put       shard by shard: the i-th devices of both have the same part
+    reshard   the same devices in the same order, which exchange their shards by collectives
+    tiles     everything else: first the tiles, then copies of what they make
 
     A put lists its tiles too, one whole shard each.
     """
@@ -140,9 +140,9 @@ class TransferPlan:
 def plan_transfer(shape: Sequence[int], dtype: Any, source: Sharding, target: Sharding) -> TransferPlan:
     """The plan for arrays of this type.
 
-    An element that several devices hold is taken from the target device itself if it is one of them, else from the one
-    of its process that sends least so far, if any has it, else of all. A shard that several target devices want is sent
-    to one of them, of each process that has any, which hands it on.
+    An element that several devices have is taken from the target device itself if it is one of them, else from the
+    device of its process that sends least so far, if any has it, else from the one of all. A shard that several target
+    devices need is sent to one of them in each process that has any, which copies it to the others.
 
     Raises ArgumentError for a sharding that does not divide the shape or that is not in its devices' default memory.
     """
@@ -242,7 +242,9 @@ def _tile(giver: Device, source_block: Box, taker: Device, block: Box, part: Box
 
 
 def _overlap(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes; None if it is empty. A dimension of size 0 that both have whole is in common."""
+    """The intersection of two boxes; None if it is empty. A dimension of size 0 that both have whole counts
+    as shared.
+    """
     common = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     parts = zip(common, a, b, strict=True)
     return common if all(start < stop or p == q for (start, stop), p, q in parts) else None

@@ -1,7 +1,7 @@
-"""A planned program inside JAX's other transformations.
+"""Planned programs inside JAX's other transformations.
 
-Staged by another `jit` or loop it stays the planned program. Differentiated or batched it is the user's own function
-again, with the custom derivatives that planning has seen through; XLA cuts it, from the plan's placements on.
+Inside another `jit` or loop the planned program runs. Differentiated or batched it is the user's own function again,
+with the custom derivatives that planning has inlined; XLA shards it, starting from the plan's placements.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Flat = Callable[..., tuple[Any, ...]]
 def transformable(planned: Flat, user_function: Flat) -> Flat:
     """A function that is `planned` where it is only staged, and `user_function` where derivatives or batches are taken.
 
-    What is staged may be differentiated or batched later, so it carries the rules that lead to `user_function` with
-    it. `checkify` stages what it is given, and then checks the operators of the user's function, not those of the plan.
+    A staged call may be differentiated or batched later, so it carries the rules that lead to `user_function` with it.
+    `checkify` stages its function first, and then checks the operators of the user's function, not those of the plan.
     """
     batchable = custom_vmap(planned)
 
@@ -60,9 +60,9 @@ def transformable(planned: Flat, user_function: Flat) -> Flat:
 
 
 def own_function(jaxpr: Any, inputs: Sequence[Sharding], outputs: Sequence[Sharding], name: str, source: str) -> Flat:
-    """The user's function as traced, of flat arguments, which it takes and returns in these placements.
+    """The user's function as traced, of flat arguments, whose arguments and results are in these placements.
 
-    It raises UnsupportedError if `jaxpr` is None, for then the planned program is another function.
+    It raises UnsupportedError if `jaxpr` is None, as the planned program is then another function.
     """
     if jaxpr is None:
         rule = 'with microbatch_semantics="independent" each microbatch takes its own statistics'

@@ -1,9 +1,9 @@
-"""Instruction lists of processes as what waits for what, and the cycle in it that would be a hang.
+"""The instruction lists of processes as a graph of waits, and a search for cycles, which would be deadlocks.
 
-A process issues the actions of its list in order. It issues one once fewer than `IN_FLIGHT` of its earlier tasks are
-unfinished, one that is `alone` once no earlier one of these is, and one that reads what another process sends once that
-is there, as it does of large arrays. An action is done when all the processes that take
-part have issued it, what it reads is there, and the devices that it occupies have done what they were given before.
+A process issues the actions of its list in order: one once fewer than `IN_FLIGHT` of its earlier tasks are unfinished;
+one that is `alone` once no earlier one of these is; and one that reads a large array of another process once that is
+there. An action is done when all the processes that take part have issued it, its operands are there, and the devices
+that it occupies have done what they were given before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.jax_compat import Device
 from autopar.runtime.program import Free, Program, Run, Send, Slot
 
 IN_FLIGHT = 8
-"""Tasks of a process that may be unfinished at once; sixteen have been seen to fill XLA's pool of threads on CPUs."""
+"""Tasks of a process that may be unfinished at once; sixteen were seen to fill XLA's pool of threads on CPUs."""
 
 _Node = tuple[int, int]
 """An action of a process, by rank and place in its list, as it is issued; an action done, as (-1, its number)."""
@@ -30,8 +30,8 @@ class Action:
     """The share of one process in instruction `number` of a program.
 
     `ranks` take part in it; `devices`, of this process, do nothing else before it is done. `awaits` are the numbers of
-    the instructions that make what it reads, `arrivals` those among them that another process sends. A task takes a
-    place in the window; one that is `alone` is the only one of its kind in flight.
+    the instructions that make its operands, `arrivals` those among them that another process sends. A task counts in
+    the window; of tasks that are `alone` only one is in flight.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Action:
 
 
 def check(program: Program, ranks: Sequence[int]) -> None:
-    """Raises DisagreementError, with the cycle, where processes that run a program would wait for each other."""
+    """Raises DisagreementError, which names the cycle, if processes that run a program would wait for each other."""
     if cycle := wait_cycle(shares(program, ranks)):
         rule = f"processes would wait for each other for ever: {'; '.join(cycle)}"
         remedy = "choose another schedule, or report the plan that has this one"
@@ -102,9 +102,9 @@ def _makers(program: Program) -> dict[Slot, int]:
 
 
 def _transferring(source: Sharding, target: Sharding, ranks: Sequence[int]) -> tuple[set[Device], set[int]]:
-    """The devices that do nothing else during a transfer, and the processes that take part.
+    """(devices that do nothing else during a transfer, processes that take part).
 
-    Connections between CPUs occupy none; on accelerators all processes issue what goes between processes.
+    Connections between CPUs occupy none; on accelerators all processes issue every transfer between processes.
     """
     devices = set(source.device_set | target.device_set)
     taking = {device.process_index for device in devices}
@@ -115,9 +115,9 @@ def _transferring(source: Sharding, target: Sharding, ranks: Sequence[int]) -> t
 
 
 def wait_cycle(lists: Mapping[int, Sequence[Action]]) -> list[str]:
-    """The waits that close a cycle, each in words; none where every list comes to its end.
+    """The waits that close a cycle, each as text; empty if every list comes to its end.
 
-    What some process waits for and another one never issues counts as a cycle of one wait.
+    If a process waits for something that another one never issues, that counts as a cycle of one wait.
     """
     issued = {(rank, action.number) for rank, actions in lists.items() for action in actions}
     for rank, actions in lists.items():
@@ -138,7 +138,7 @@ def wait_cycle(lists: Mapping[int, Sequence[Action]]) -> list[str]:
 
 
 def _waits(rank: int, actions: Sequence[Action]) -> Iterator[tuple[_Node, _Node]]:
-    """Pairs of what waits and what for, in one process's list."""
+    """(what waits, what it waits for) pairs in one process's list."""
     unfinished: list[int] = []
     alone: int | None = None
     queues: dict[int, int] = {}

@@ -1,4 +1,6 @@
-"""The command line and its tools: what fits, the largest model that does, progress, plots, a measured cluster."""
+"""The command line and its tools: plans, memory fits, the largest model, simulations, progress, plots, measured
+clusters.
+"""
 
 from autopar.tools.measurement import measure
 from autopar.tools.topologies import topology

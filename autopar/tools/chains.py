@@ -1,4 +1,4 @@
-"""Seconds of one operation, from a chain of it that every device runs at once on its own array."""
+"""Seconds of one operation, measured as a chain of it that every device runs at once on its own array."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar.lowering import device_mesh
 from passes.cluster import Mesh
 
 REPEATS, FEWER = 5, 3
-"""Runs of a chain, of which the fastest counts: what disturbs one can only lengthen it. Fewer of a long one."""
+"""Runs of a chain, of which the fastest counts, as disturbances can only lengthen it; fewer of a long one."""
 
 ROUNDS, ROUND_SECONDS = 5, 0.02
 """Rounds over all chains of collectives, and seconds that one is run for in each, once at least. How threads meet stays
@@ -35,8 +35,9 @@ LONG_SECONDS = 0.1
 other, those of shorter ones within 30 % (8 devices on 2 cores beside other programs)."""
 
 LONGER = 3
-"""A chain is run so many times as long, too, and the difference is that of the operations: a call by itself takes as
-long as many small ones."""
+"""The factor by which a second chain is longer; the difference of both is the time of the operations, as a call by
+itself takes as long as many small ones.
+"""
 
 ARRAYS, FEWEST_ARRAYS = 16, 4
 HELD_NBYTES = 1 << 24
@@ -52,10 +53,12 @@ TINY = 1e-6
 """Makes a product wait for a collective, and the next collective for it, and changes neither by much."""
 
 Operation = Callable[..., jax.Array]
-"""From an array, and others that stay the same, to one of the first one's shape and dtype."""
+"""A function from an array, and others that stay the same, to an array of the first one's shape and dtype."""
 
 Others = Callable[[jax.Array], tuple[jax.Array, ...]]
-"""What an operation takes beside the array, made from the first one: no constants, which a compiler would arrange."""
+"""A function that makes the other arrays of an operation from the first one: as constants, a compiler would rearrange
+them.
+"""
 
 
 def seconds(
@@ -67,7 +70,7 @@ def seconds(
     dtype: Any = "float32",
     others: Others = lambda x: (),
 ) -> float:
-    """Seconds of one operation of a chain, run by every device on its own array; what a call takes is no part of it."""
+    """Seconds of one operation of a chain, run by every device on its own array, without the time of a call."""
     clock, cores = clock_of(devices)
 
     def chain(x: jax.Array, count: jax.Array) -> jax.Array:
@@ -81,10 +84,10 @@ def seconds(
 
 
 def apart_seconds(operation: Operation, shape: tuple[int, ...], mesh: Mesh, devices: Sequence[Device]) -> float:
-    """Least seconds of one operation of a chain, run by every device on one after another of its own arrays.
+    """The least seconds of one operation of a chain, run by every device on one of its own arrays after another.
 
-    So it is run in a program, where other arrays have been used since and caches do not hold this one. It is timed by
-    the wall clock, and by the least of the runs, as other programs can only add to it.
+    It then runs as in a program, where other arrays have been used since and caches do not have this one. It is timed
+    by the wall clock, and the fastest run counts, as other programs can only add to it.
     """
 
     def chain(arrays: jax.Array, count: jax.Array) -> jax.Array:
@@ -129,7 +132,7 @@ class Chain:
         return Chain(run=run, filled=_filled(shape, dtype, placed), everywhere=everywhere, count=count)
 
     def timed(self, number: int, clock: Callable[[], float], is_done: Callable[[list[float]], bool]) -> list[float]:
-        """Seconds of runs of so many operations until it `is_done`, behind one that is not timed."""
+        """Seconds of one operation in each of several runs, until it `is_done`; a run before them is not timed."""
         x, count = self.filled(), jax.device_put(np.int32(number), self.everywhere)
         x = self.run(x, count).block_until_ready()
         spent: list[float] = []
@@ -197,7 +200,7 @@ def multiplied(matrix: jax.Array) -> jax.Array:
 
 
 def _arrays(elements: int) -> int:
-    """The number of arrays of so many float32 numbers that a chain goes through."""
+    """The number of arrays of that many float32 numbers that a chain goes through."""
     return min(ARRAYS, max(FEWEST_ARRAYS, HELD_NBYTES // (4 * elements)))
 
 
@@ -223,10 +226,10 @@ def _fastest(
 
 
 def clock_of(devices: Sequence[Device]) -> tuple[Callable[[], float], int]:
-    """The clock to time by, and the number to divide its seconds by.
+    """(clock to time by, number to divide its seconds by).
 
-    Virtual CPU devices are kept busy by this process's threads, so the processor time that these take, over the cores,
-    is what a step takes where nothing else runs, and other programs do not spoil it.
+    Virtual CPU devices run on this process's threads, so the processor time of these, divided by the cores, is what a
+    step takes where nothing else runs, and other programs do not disturb it.
     """
     if devices[0].platform != "cpu" or len(devices) == 1:
         return time.perf_counter, 1

@@ -1,4 +1,4 @@
-"""The command line: make a plan without the devices it is for, show one, compare two, measure a cluster."""
+"""The command line: plans made without the devices they are for, shown, compared, simulated; clusters measured."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status of a command line: 0 done, 1 the plans differ, 2 an error, printed on stderr, 130 interrupted.
 
-    An error that nobody expected is 2 as well, with its traceback: 1 is an answer. Where it comes from the user's code,
-    as from the step while it is traced, the traceback begins there.
+    An unexpected error is 2 as well, with its traceback, as 1 is an answer. If it comes from the user's code, such as
+    the step while it is traced, the traceback begins there.
     """
     options = parser()
     arguments = options.parse_args(argv)

@@ -1,4 +1,4 @@
-"""A command of the command line, as a value: its help, its arguments and what it does; and what commands share."""
+"""Commands of the command line as values: help, arguments and what they do; and functions that commands share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ DONE, DIFFERENT, TROUBLE, INTERRUPTED = 0, 1, 2, 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command: `run` gives what is printed and the exit status; `more` is what stands below the options."""
+    """A command: `run` returns what is printed and the exit status; `more` is the text below the options in
+    its help.
+    """
 
     name: str
     summary: str
@@ -32,13 +34,13 @@ class Command:
 
 
 def kept_plans() -> PlanCache:
-    """The plans that commands keep, in the user's cache, where there can be one."""
+    """The cache of plans that commands use, in the user's cache folder; None where there can be none."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return PlanCache(os.path.join(root, "autopar", "plans"))
 
 
 def write(path: Path, contents: str | bytes, what: str) -> None:
-    """Writes a file, of which what was there before is lost by no failure. Raises UsageError where it cannot."""
+    """Writes a file; a failure loses nothing of what was there before. Raises UsageError where it cannot."""
     try:
         write_whole(path, contents if isinstance(contents, bytes) else contents.encode())
     except OSError as error:
@@ -46,9 +48,7 @@ def write(path: Path, contents: str | bytes, what: str) -> None:
 
 
 def check_writable(path: Path, what: str, *read: str | Path | None) -> None:
-    """Raises UsageError where a file cannot be written, or is one of those that are `read`: better known before the
-    work than after.
-    """
+    """Raises UsageError where a file cannot be written, or is one of those that are `read`, before any work is done."""
     if any(other and path.is_file() and os.path.exists(other) and path.samefile(other) for other in read):
         raise UsageError(f"{path}: {what} would be written over what is read from there; name another file")
     if reason := unwritable(path):
@@ -56,7 +56,7 @@ def check_writable(path: Path, what: str, *read: str | Path | None) -> None:
 
 
 def unwritable(path: Path) -> str:
-    """The reason why a file cannot be written, empty where none is known before it is tried."""
+    """The reason why a file cannot be written; empty if none is known before it is tried."""
     if path.is_dir():
         return "it is a folder"
     if not path.parent.is_dir():

@@ -1,4 +1,4 @@
-"""Options of the command line as values: planners, sizes, numbers; what is none says what to write."""
+"""Options of the command line as values: planners, sizes, numbers; errors say what to write."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOST = 2**31 - 1
 
 
 def whole_number(least: int = 1, most: float = math.inf) -> Callable[[str], int]:
-    """The reader of an option that is a whole number from `least` to `most`, for argparse."""
+    """A reader for argparse of an option that is a whole number from `least` to `most`."""
 
     def read(written: str) -> int:
         if written.isdecimal() and least <= int(written) <= most:
@@ -52,7 +52,7 @@ def whole_number(least: int = 1, most: float = math.inf) -> Callable[[str], int]
 
 
 def real_number(*, may_be_zero: bool = False) -> Callable[[str], float]:
-    """The reader of an option that is a number above 0, or 0, for argparse."""
+    """A reader for argparse of an option that is a number above 0, or from 0."""
 
     def read(written: str) -> float:
         try:
@@ -115,7 +115,7 @@ def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None, forbid
 
 
 def _each(option: str, written: Sequence[str], example: str) -> dict[str, str]:
-    """The value of each name. Raises UsageError where a name is given two values: the first would not count."""
+    """The value of each name. Raises UsageError if a name is given two values, of which one would be ignored."""
     given: dict[str, str] = {}
     for each in written:
         name, value = _divided(option, each, example)
@@ -133,7 +133,7 @@ def _divided(option: str, written: str, example: str) -> tuple[str, str]:
 
 
 def limit_of(written: str | None) -> int | None:
-    """The bytes that `--memory-limit` names. Raises UsageError for what is no size."""
+    """The bytes that `--memory-limit` names. Raises UsageError for anything but a size."""
     nbytes = quantities.parse_nbytes(written) if written else None
     if written is not None and not nbytes:
         rule = "a limit is a number of bytes above 0, or words such as '12 GiB'"

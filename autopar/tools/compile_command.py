@@ -1,4 +1,4 @@
-"""The command `autopar compile`: what an accelerator's own compiler makes of a step, without the accelerator."""
+"""The command `autopar compile`: a step compiled by an accelerator's own compiler, without the accelerator."""
 
 from __future__ import annotations
 

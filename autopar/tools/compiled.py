@@ -1,4 +1,4 @@
-"""A step compiled for devices that need not be here, by their own compiler: what it needs beside what was predicted."""
+"""A step compiled for described devices by their own compiler: the bytes that it needs beside those predicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from passes.planners import allowed
 from passes.text import Column, Table, quantities
 
 Announce = Callable[[str], None]
-"""Hears what is being done."""
+"""A callback that is told, as text, what is being done."""
 
 _REFUSED = "RESOURCE_EXHAUSTED"
 _NEEDS = re.compile(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm")
@@ -96,8 +96,8 @@ def judge(
 ) -> Judgement:
     """The verdict of the compiler for a cluster's devices on a step, planned with `options` of `parallelize`.
 
-    Raises DeviceError where that compiler is not installed or knows no such device, and PlanningError where nothing
-    can be planned.
+    Raises DeviceError where that compiler is not installed or does not know such a device, and PlanningError where no
+    plan is possible.
     """
     devices = topology(cluster)
     given = {**options, "cluster": cluster, "devices": devices}
@@ -139,7 +139,7 @@ def _version(platform: str) -> str:
 
 
 def _words(message: str) -> str:
-    """The message of a compiler that ran out of memory, in a line."""
+    """The message of a compiler that ran out of memory, on one line."""
     needs = _NEEDS.search(message)
     return f"{needs[1]} of {needs[2]} (the compiler gave up)" if needs else message.split("\n")[0]
 

@@ -1,4 +1,4 @@
-"""`autopar doctor`: what is installed and what is here, and what of it would be in the way."""
+"""`autopar doctor`: what is installed and which devices are present, and what of it would be in the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autopar explain`: why an array or a source line of a plan lies as it does, in words."""
+"""`autopar explain`: the reasons for the placement of an array, or for what a plan does at a source line, as text."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
 
 
 def by_layer(plan: AnyPlan, name: str | None) -> Table:
-    """The cost of each layer, or of the one of that name. Raises UsageError for a plan that does not say."""
+    """The cost of each layer, or of the one of that name. Raises UsageError for a plan without costs of layers."""
     if not any(program.layers for program in plan.programs):
         rule = "this plan does not say what its layers cost: an earlier autopar wrote it"
         raise UsageError(explain("explain PLAN", rule, "", "plan again, or name an array or a source line"))
@@ -104,7 +104,7 @@ def described_arrays(plan: AnyPlan, what: str) -> str:
 
 
 def at_line(plan: AnyPlan, line: str) -> str:
-    """The text of what a plan does at a source line. Raises UsageError for a line that no operator is of."""
+    """The text of what a plan does at a source line. Raises UsageError if no operator comes from that line."""
     paragraphs = [text for stage, program in enumerate(plan.programs) for text in _at_line(stage, program, line)]
     if not paragraphs:
         sources = dict.fromkeys(plan_text.short(op.source) for p in plan.programs for op in p.operators if op.source)

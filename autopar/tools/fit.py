@@ -1,6 +1,6 @@
-"""Plans by hand beside the searched one, and whether each fits in the memory of a cluster that need not be here.
+"""Hand-made plans beside the searched one, and whether each fits in the memory of a cluster that need not be present.
 
-No device is touched. `autopar.tools.largest` stretches them.
+No device is touched. `autopar.tools.largest` looks for larger batches and models that fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A step, plain or parallel, and what it is called with: arrays or their shapes."""
+    """A step, plain or parallel, and its arguments: arrays or their shapes."""
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
@@ -49,7 +49,9 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The room that plans have: a cluster, what is asked of a device (None: its own), and seconds (None: no end)."""
+    """The resources of plans: a cluster, the bytes that a device may need (None: its own), and seconds (None: no
+    limit).
+    """
 
     cluster: Cluster
     memory_limit: int | None = None
@@ -57,7 +59,7 @@ class Room:
 
     @property
     def auto(self) -> Auto:
-        """The search under the limit."""
+        """The searching planner with this limit."""
         return Auto(memory_limit=self.memory_limit, seconds=self.seconds)
 
     @property
@@ -68,7 +70,9 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The outcome of one planner: its plan, that of least memory where none fits; else why there is none."""
+    """The outcome of one planner: its plan, or that of least memory where none fits; else the reason why
+    there is none.
+    """
 
     name: str
     limit_nbytes: float
@@ -144,11 +148,11 @@ def batch_of(step: TracedStep) -> tuple[int, ...]:
 
 
 def quiet(what: str) -> None:
-    """Announces nothing."""
+    """The callback that announces nothing."""
 
 
 def plans(step: TracedStep, room: Room, announce: Announce = quiet) -> Iterator[Row]:
-    """A row for each planner, from the plainest; `announce` is told what is planned now."""
+    """A row for each planner, from the plainest; `announce` is told what is planned next."""
     for name in PLANNERS:
         announce(f"planning {name}")
         yield row(name, step, room, announce)
@@ -207,7 +211,7 @@ def _searched(step: TracedStep, room: Room, announce: Announce) -> Plan:
 
 
 RowPlanner = Callable[[TracedStep, Room, Announce], Plan]
-"""The plan of a step in a row of the table; it announces what it is at."""
+"""A function that makes the plan of a row; it announces what it is doing."""
 
 PLANNERS: dict[str, RowPlanner] = {
     "jit": _jit,

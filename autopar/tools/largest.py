@@ -1,4 +1,4 @@
-"""The largest batch and the largest preset that plans fit in memory: double, bisect, plan anew at every size."""
+"""The largest batch and the largest preset with which plans fit in memory: double, bisect, plan anew at every size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ MOST_PLANS = 8
 
 
 class _OutOfTime(Exception):
-    """The end of a search that was given no more time."""
+    """Raised where a search has no time left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The largest batch or preset that one planner fits, None if it fits none; not `certain` where it was given up."""
+    """The largest batch or preset that fits under one planner, None if none does; not `certain` if the search was given
+    up.
+    """
 
     name: str
     what: Literal["batch", "preset"]
@@ -81,7 +83,8 @@ def largest(
     presets: Mapping[str, Callable[[], Example]],
     announce: Announce = quiet,
 ) -> Iterator[Largest]:
-    """The largest batch, and of `presets` (smallest first) the largest, of some planners; `room.seconds` are for all.
+    """The largest batch, and the largest of `presets` (smallest first), under some planners; `room.seconds` are for
+    all.
 
     `rows` are those of the example as it is.
     """

@@ -1,7 +1,4 @@
-"""Processes of one program on this machine: started, their output told apart, ended together.
-
-Each runs `autopar.tools.launched`, which joins the others and then runs the script.
-"""
+"""Processes of one program on this machine: started, their output labelled, ended together."""
 
 from __future__ import annotations
 
@@ -38,14 +35,16 @@ exit status: 0 all have succeeded, else that of the first that failed, or 128
 and the number of the signal that ended it; 130 ended by Ctrl-C."""
 
 GRACE_SECONDS = 5.0
-"""Time for a process to end itself when it is asked to, before it is killed."""
+"""Seconds that a process has to end itself when it is asked to, before it is killed."""
 
 _LAST_SECONDS = 5.0
-"""Time for the last of some processes to say that it has lost the others: signs of life come every second."""
+"""Seconds that the last of some processes has to report that it has lost the others: signs of life come every
+second.
+"""
 
 _POLL_SECONDS = 0.05
 _POOL_THREADS = 8
-"""XLA's threads on CPUs, at least: a collective that waits for another process occupies one."""
+"""The least number of XLA's threads on CPUs: a collective that waits for another process occupies one."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -93,8 +92,8 @@ class Launch:
     def run(self, out: TextIO, err: TextIO) -> Ending:
         """The end of all processes.
 
-        Lines of the processes come out with their rank in front. When one fails, the others are ended; so are all
-        where this is interrupted or terminated.
+        Lines of the processes are printed with their rank in front. When one fails, the others are ended; so are all if
+        this is interrupted or terminated.
         """
         writing = threading.Lock()
         started: list[subprocess.Popen[str]] = []
@@ -152,7 +151,7 @@ class Launch:
         return set(cores[rank * len(cores) // n : (rank + 1) * len(cores) // n] or [cores[rank % len(cores)]])
 
     def _watched(self, started: Sequence[subprocess.Popen[str]], err: TextIO, writing: threading.Lock) -> Ending:
-        """The end of processes that run to it, or until one fails, or stands still when another has ended."""
+        """The end of processes that run to it, or until one fails, or hangs after another has ended."""
         stopped: dict[int, float] = {}
         while True:
             codes = [process.poll() for process in started]
@@ -199,9 +198,9 @@ class Launch:
             time.sleep(_POLL_SECONDS)
 
     def _end(self, started: Sequence[subprocess.Popen[str]], number: signal.Signals) -> None:
-        """Asks what still runs to end, and kills what does not.
+        """Asks the processes that still run to end, and kills those that do not.
 
-        JAX keeps SIGTERM for itself in a process that has joined others, so that one is followed by SIGKILL.
+        JAX keeps SIGTERM for itself in a process that has joined others, so it is followed by SIGKILL.
         """
         _signal(started, number)
         deadline = time.monotonic() + self.grace_seconds
@@ -222,7 +221,7 @@ class _Terminated(BaseException):
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """A context in which SIGTERM raises, where this is the main thread."""
+    """A context in which SIGTERM raises an exception, in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -239,7 +238,7 @@ def _terminable() -> Iterator[None]:
 
 @contextmanager
 def _on_cores(cores: set[int]) -> Iterator[None]:
-    """A context in which what is started runs on these cores alone, if there are any."""
+    """A context in which new processes run on these cores alone, if there are any."""
     if not cores:
         yield
         return
@@ -252,7 +251,7 @@ def _on_cores(cores: set[int]) -> Iterator[None]:
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether a signal has made the child process stand still; never where the system cannot tell."""
+    """Whether a signal has stopped the child process; False where the system cannot tell."""
     if not hasattr(os, "waitid"):
         return False
     try:

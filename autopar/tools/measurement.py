@@ -1,7 +1,7 @@
-"""The cluster of this machine, with numbers that are measured rather than read off a data sheet.
+"""A cluster of this machine's devices, with measured numbers in place of a data sheet's.
 
-Virtual CPU devices share cores, caches and a transport that behaves unlike any accelerator's, so what a plan costs
-there is learned from a minute of products, copies and collectives, every device at work at once.
+Virtual CPU devices share cores, caches and a transport that behaves unlike any accelerator's, so costs there are
+learned from a minute of products, copies and collectives, with every device at work at once.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def measure(
 ) -> Cluster:
     """The cluster of these devices (by default all of this process), measured in one to two minutes.
 
-    `announce` hears in words what is measured next; `said` is its name of before, and deprecated. Raises
-    ClusterError for devices of several kinds, of one that is not in the table, or not as many on each host.
+    `announce` is told, as text, what is measured next; `said` is its former name, and deprecated. Raises ClusterError
+    for devices of several kinds, of a kind that is not in the table, or with different numbers on the hosts.
     """
     if said is not None:
         warnings.warn("measure(said=) is deprecated: write measure(announce=)", DeprecationWarning, stacklevel=2)
@@ -73,7 +73,7 @@ def measure(
 
 
 def measurement(devices: Sequence[Device] | None = None, *, announce: Progress = lambda what: None) -> Measurement:
-    """The measurement that `measure` makes, with each sample beside what the cluster predicts of it."""
+    """The measurement that `measure` makes, with each sample beside the cluster's prediction of it."""
     devices = checked_devices(devices) or tuple(jax.local_devices())
     cluster = local_cluster(devices)
     group = cluster.group()

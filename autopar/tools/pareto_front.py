@@ -1,7 +1,8 @@
-"""Plans of one step on the front of time against memory: each needs less than the one before, and takes longer.
+"""Plans of one step on the Pareto front of time and memory: each needs fewer bytes than the one before, and takes
+longer.
 
-The first is the plan as it was asked for. Each next one may need so much less than the last needed; the search finds
-how that is had cheapest: cut further, in more microbatches, computed again, offloaded.
+The first is the plan as the user asked for it. Each next one may need at most the share `LESS` of the bytes of the
+last; the search finds the cheapest way: more sharding, more microbatches, recomputation, offloading.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LESS = 0.85
 
 
 def front(step: ParallelFunction, args: Sequence[Any], kwargs: dict[str, Any], most: int) -> list[AnyPlan]:
-    """At most so many plans, the fastest first; fewer where none needs less."""
+    """At most that many plans, the fastest first; fewer where none needs fewer bytes."""
     plans: list[AnyPlan] = [step.plan(*args, **kwargs)]
     while len(plans) < most and not plans[-1].is_interrupted:
         try:

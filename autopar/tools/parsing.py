@@ -1,4 +1,4 @@
-"""The parser of the command line: a command or option that is none is an error with the one that may be meant."""
+"""The parser of the command line, whose errors about unknown commands or options suggest the one that may be meant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Parser(argparse.ArgumentParser):
     """A parser, of the program or of a command, whose errors guess at what was meant."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """The arguments and no others: what a command does not know is an error with its own usage."""
+        """The arguments; unknown ones are an error with the usage of their command."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(_guessed(f"unrecognized arguments: {' '.join(unknown)}", unknown, self._option_string_actions))
@@ -27,13 +27,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def _guessed(message: str, written: Sequence[str], known: Iterable[str]) -> str:
-    """The message with a guess at the first word that is like one that is known."""
+    """The message, with a suggestion for the first word that resembles a known one."""
     guesses = (close(word.partition("=")[0], known) for word in written)
     return "\n  ".join(filter(None, (message, next(filter(None, guesses), ""))))
 
 
 class Once(argparse.Action):
-    """An option that may be given once: of two values one would be dropped without a word."""
+    """An option that may be given once only: of two values one would be ignored silently."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None

@@ -1,4 +1,4 @@
-"""The output of commands on stdout, text as it is and tables as wide as the terminal or as they need; and messages."""
+"""The output of commands on stdout: text as it is, and tables as wide as the terminal or as they need; and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `autopar simulate`: its options, and what they come to."""
+"""The command `autopar simulate`: its options, and the sweep that they describe."""
 
 from __future__ import annotations
 

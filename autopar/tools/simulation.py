@@ -28,10 +28,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One point of a sweep: what is planned for, and by whom.
+    """One point of a sweep: what is planned for, and by which planner.
 
-    `batch` and `microbatches` are None for those of the step as it is; links give `bandwidth` times what they do, those
-    between hosts `network` times that.
+    `batch` and `microbatches` are None for those of the step as it is; links have `bandwidth` times their bytes per
+    second, those between hosts `network` times that.
     """
 
     cluster: Cluster
@@ -124,7 +124,9 @@ class Request:
 
 
 def rows(example: Example, sweep: Sweep, request: Request, progress: Callable[[str], None] = quiet) -> Iterator[Row]:
-    """A row for each combination; `progress` hears what is planned now. Ends early with a plan that was interrupted."""
+    """A row for each combination; `progress` is told what is planned next. Ends early after a plan that was
+    interrupted.
+    """
     compilation, known = None, (0, 0)
     step = example.function.replan(cache=False)
     base = step.step(*example.args, **example.kwargs)
@@ -198,7 +200,7 @@ def _takes_microbatches(planner: Planner) -> bool:
 
 
 def several(value: Value | Sequence[Value] | None) -> tuple[Value, ...]:
-    """One value or several as several, in order and each once."""
+    """One value, or several, as a tuple in order and without repetitions."""
     if value is None:
         return ()
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -24,16 +24,18 @@ last run."""
 
 RESTARTS = 3
 REPORT_SECONDS = 10.0
-"""Time to say who is gone, beyond that in which it is noticed."""
+"""Seconds to report which process is gone, after it has been noticed."""
 
 GRACE_SECONDS = 60.0
-"""Time to save for who is asked to end."""
+"""Seconds to save a checkpoint for a process that is asked to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A launch that is repeated `restarts` times at most; with `is_elastic` by as many processes as have not failed,
-    or by all, where each of them has: an error that they share is no host's.
+    """A launch that is repeated at most `restarts` times; with `is_elastic` with only as many processes as have not
+    failed.
+
+    If each of them has failed, all are started again: an error that they share is no host's.
     """
 
     launch: Launch

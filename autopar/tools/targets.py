@@ -42,7 +42,7 @@ _INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]")
 
 
 class UsageError(Exception):
-    """A command that cannot be carried out as written; the message says what to write."""
+    """A command that cannot be carried out as written; the message says what to write instead."""
 
 
 def example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -116,7 +116,7 @@ def _is_users(path: str) -> bool:
 
 
 def presets(target: str, named: str | None) -> dict[str, Callable[[], Example]]:
-    """The presets that `named` returns; without it those of the `target`'s module, if it has any. Raises UsageError."""
+    """The presets that `named` returns; by default those of the `target`'s module, if it has any. Raises UsageError."""
     source = named or f"{target.partition(':')[0]}:presets"
     module, name = source.partition(":")[::2]
     if not named and not callable(getattr(sys.modules.get(module), name, None)):

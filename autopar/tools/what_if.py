@@ -1,4 +1,6 @@
-"""`autopar.simulate`: what a train step would take elsewhere, as a value that prints, plots and writes itself."""
+"""`autopar.simulate`: the predicted cost of a train step elsewhere, as a value that can be printed, plotted and
+written.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +66,11 @@ def simulate(
 ) -> Simulation:
     """The predicted cost of `step(*args, **kwargs)` under every combination of options; or a saved plan's figures.
 
-    Every option from `cluster` to `microbatches` takes one value or several. `devices` are taken of a cluster's kind,
-    whole hosts or a part of one; all links give `bandwidth` times what they do, those between hosts `network` times
-    that. `batch` is the leading dimension of the arguments that make up the batch. A combination for which there is no
-    plan is a row that says why; of one that fits in no device's memory the row has the plan of least memory. A step
-    sees `tokens_per_step`, by default the elements of its largest array of integers, in proportion to the batch.
+    Every option from `cluster` to `microbatches` takes one value or several. `devices` are of the cluster's kind: a
+    part of a host or whole hosts. Links have `bandwidth` times their bytes per second, those between hosts `network`
+    times that. `batch` is the leading dimension of the arguments that make up the batch. A combination without a plan
+    is a row with the reason; if no plan fits in a device's memory, the row has the plan of least memory. A step
+    processes `tokens_per_step`, by default the elements of its largest array of integers, in proportion to the batch.
 
     Definitions are those of `passes.plan.Estimate`. Raises ClusterError, ArgumentError or PlanningError for options
     that cannot be read.

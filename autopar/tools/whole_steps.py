@@ -1,7 +1,7 @@
-"""The slowdown of operators in whole training steps, with every device at a step of its own.
+"""The slowdown of operators in whole training steps, compared with single ones, with every device at a step of its own.
 
 In a program an operator finds its arrays in farther caches, is one of hundreds that a thread pool starts, and is
-written by a compiler that has laid out arrays for others. No sweep of single operators sees that.
+compiled with layouts chosen for others. No sweep of single operators shows that.
 """
 
 from __future__ import annotations
@@ -173,9 +173,10 @@ def convolutional_nets(platform: str) -> tuple[ConvolutionalNet, ...]:
 
 
 def slowed(cluster: Cluster, mesh: Mesh, devices: Sequence[Device]) -> tuple[Cluster, tuple[Sample, ...]]:
-    """The cluster whose operators take as many times as long as trainings do, beside what it predicts of each.
+    """The cluster whose operators take as many times as long as whole trainings do, and its prediction for each
+    training.
 
-    It is one factor for all, the geometric mean: trainings do not tell which operator has lost what.
+    It is one factor for all, the geometric mean: trainings do not show which operator is slower.
     """
     platform = devices[0].platform
     several = (*transformers(platform), *convolutional_nets(platform))

@@ -1,4 +1,4 @@
-"""The surroundings of a train step: batches fetched ahead, a line for each step, and checks every so many."""
+"""Tools around a train step: batches fetched ahead, a log line for each step, and regular checks."""
 
 from autopar.training.batches import Batches
 from autopar.training.step_checks import StepChecks

@@ -1,4 +1,4 @@
-"""Batches on their way to the devices before a step asks for them."""
+"""Batches that are fetched and put on their devices ahead of the steps that take them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _Targets = Mapping[Hashable, Sequence[Sharding]]
 """The shardings in which elements of a tree and types are read."""
 
 _LEAVE_SECONDS = 5.0
-"""So long the end of a program waits for elements that are being fetched: a source may wait for ever."""
+"""Seconds that the end of a program waits for elements that are being fetched: a source may block for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Element:
-    """An element with where to go on behind it; instead of one, the end, or the error of the source."""
+    """An element with the position after it; or the end, or the error, of the source."""
 
     batch: Any = _END
     position: Any = None
@@ -41,10 +41,10 @@ class _Element:
 
 
 class _Reader(threading.Thread):
-    """The thread that fetches elements of a source. It knows nothing of its `Batches`, which may be dropped.
+    """The thread that fetches elements of a source. It has no reference to its `Batches`, which may be dropped.
 
-    It is a daemon, for which no program's end waits for ever. But Python's end would tear it out of a call of JAX's,
-    which aborts the process: that is why it is waited for a while.
+    It is a daemon, so no program waits for it for ever. But Python's end would tear it out of a call into JAX, which
+    aborts the process: so the end waits for it a while.
     """
 
     def __init__(self, source: Any, position: Any, prefetch: int, *, has_state: bool, own_rows: bool) -> None:
@@ -57,7 +57,7 @@ class _Reader(threading.Thread):
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """Fetches an element for each that is asked for, to the end, an error or `close`."""
+        """Fetches an element for each one that is asked for, until the end, an error or `close`."""
         is_last = False
         while not is_last:
             with self._changed:
@@ -73,15 +73,15 @@ class _Reader(threading.Thread):
             del element  # it is the consumer's, while this waits
 
     def first(self) -> _Element:
-        """The element that is due, once it is there; it stays until `take`."""
+        """The next element, once it is there; it stays until `take`."""
         with self._changed:
             self._changed.wait_for(lambda: self._ahead or self._is_closed)
             return _Element() if self._is_closed else self._ahead[0]
 
     def take(self, targets: _Targets) -> None:
-        """Takes the element that is due, and asks for one more, in the shardings for its types.
+        """Removes the next element, and asks for one more, in the shardings for its types.
 
-        So each process has the same elements in them, however fast it fetches.
+        So each process has the same elements in these, however fast it fetches.
         """
         with self._changed:
             self._ahead.popleft()
@@ -89,14 +89,14 @@ class _Reader(threading.Thread):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends this thread, as soon as the source gives what it has been asked for."""
+        """Ends this thread as soon as the source returns the element that it was asked for."""
         with self._changed:
             self._is_closed = True
             self._ahead.clear()
             self._changed.notify_all()
 
     def _fetched(self, targets: _Targets) -> _Element:
-        """The next element and where to go on behind it."""
+        """The next element and the position after it."""
         try:
             batch = next(self._source, _END)
             if batch is _END:
@@ -112,7 +112,7 @@ class _Reader(threading.Thread):
 
 @functools.cache
 def _end_in_order() -> None:
-    """Makes the program's end wait a while for its readers."""
+    """Makes the end of the program wait a while for its readers."""
 
     def end() -> None:
         readers = [thread for thread in threading.enumerate() if isinstance(thread, _Reader)]
@@ -126,9 +126,9 @@ def _end_in_order() -> None:
 
 
 class Batches(Iterator[Any]):
-    """The elements of an iterable as arrays on the devices, of which some are fetched ahead in a thread.
+    """The elements of an iterable as arrays on the devices, some of them fetched ahead by a thread.
 
-    `position` is where another iteration goes on behind the element that was taken last: a count of elements, or the
+    `position` is where another iteration continues after the element that was taken last: a count of elements, or the
     state of an iterator that has one (`get_state` and `set_state`, as Grain's). It is what `Checkpoints.save` takes.
     """
 
@@ -175,7 +175,7 @@ class Batches(Iterator[Any]):
         return batch
 
     def close(self) -> None:
-        """Ends the fetching: no further element is asked for, and none given."""
+        """Ends the fetching: no further element is asked for or returned."""
         self._close()
 
 
@@ -185,7 +185,7 @@ def _types_of(batch: Any) -> Hashable:
 
 
 def _placed(batch: Any, targets: Sequence[Sharding] | None) -> Any:
-    """An element with its leaves in these shardings; as it is where they are not known yet."""
+    """An element with its leaves in these shardings; unchanged where they are not known yet."""
     if targets is None:
         return batch
     leaves, tree = jax.tree.flatten(batch)
@@ -193,7 +193,7 @@ def _placed(batch: Any, targets: Sequence[Sharding] | None) -> Any:
 
 
 def _joined(rows: Any) -> Any:
-    """The global array of which each process has given its rows; a number, which has none, as it is."""
+    """The global array made of the rows of every process; a number, which has no rows, unchanged."""
     if not np.ndim(rows):
         return rows
     devices = np.asarray(jax.devices(), dtype=object).reshape(jax.process_count(), -1)

@@ -1,7 +1,7 @@
-"""The time that each process itself takes for a step, and the process that takes more than it should.
+"""The time that each process takes for a step by itself, and processes that take more than they should.
 
-Steps end on all processes together, since they wait for each other. What one of them takes itself is seen apart: how
-long it does not call the next step though the last one has ended, and how long its devices compute in it.
+Steps end on all processes together, as they wait for each other. What one of them takes by itself is measured
+separately: how long it does not call the next step though the last one has ended, and how long its devices compute.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from autopar.checks import hlo_kinds
 from autopar.profiling import COMPUTE, Event, covered_seconds
 
 _NOTABLE = 0.1
-"""The share of a step's seconds below which what a process takes too long is not worth a word."""
+"""The share of a step's seconds from which the excess of a process is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """The seconds of a step of one process: all, those between steps in which it has not called the next one, and those
-    in which its devices compute, as measured and by the plan.
+    """Seconds of a step of one process: all, those between steps, and those in which its devices compute, as measured
+    and by the plan.
     """
 
     step: float
@@ -37,7 +37,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A process that takes longer than the plan gives it at the pace of the others, `due` seconds."""
+    """A process that takes longer than the `due` seconds that its share of the plan takes at the pace of the others."""
 
     rank: int
     pace: Pace
@@ -49,9 +49,9 @@ class Straggler:
 
 
 def stragglers(paces: Sequence[Pace], limit: float) -> list[Straggler]:
-    """The processes, by rank, that take more than `limit` times what they should, if that is much of a step.
+    """The processes, by rank, that take more than `limit` times their due seconds, if that is a notable part of a step.
 
-    The plan says how the work is shared out; how fast it goes here, the process in the middle does.
+    The plan says how the work is shared; the median process says how fast it goes here.
     """
     planned = [pace.planned for pace in paces]
     weights = planned if all(planned) else [1.0] * len(paces)

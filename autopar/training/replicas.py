@@ -1,8 +1,8 @@
-"""Digests of what several devices hold alike, taken where it lies, and the first that is another than the others'.
+"""Digests of the copies of arrays on several devices, and the first copy that differs from the others.
 
 An array that is not cut over all of its devices has shards that are copies of each other, and stay so as long as every
-device computes the same. A device or a network that fails silently, or a program that reads what only one process
-knows, makes them differ, and nothing else shows it.
+device computes the same. A device or a network that fails silently, or a program that reads what only one process has,
+makes them differ, and nothing else shows it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SHIFT_BITS = 15
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The findings of one process on a state: by number of a leaf, its name and part, the digest on each device; and
-    the leaf that has values which are not finite, if any does.
+    """The findings of one process on a state: by number of a leaf, its name and part, and the digest on each device;
+    and the first leaf with values that are not finite.
     """
 
     digests: Mapping[str, Mapping[int, str]]
@@ -38,7 +38,7 @@ class Findings:
 
 
 def findings(named: Iterable[tuple[str, Any]]) -> Findings:
-    """The findings of this process on leaves with their names; parts of which there is no copy have no digest."""
+    """The findings of this process on leaves with their names; parts without a copy have no digest."""
     placed: dict[Any, list[tuple[str, str, Any]]] = {}
     digests: dict[str, dict[int, str]] = {}
     not_finite: list[str] = []
@@ -67,8 +67,8 @@ def findings(named: Iterable[tuple[str, Any]]) -> Findings:
 
 
 def first_difference(of_all: Sequence[Mapping[str, Mapping[int, str]]]) -> tuple[str, int, int, int, int] | None:
-    """(leaf and part, rank and device that have another digest, rank and device that have most devices' one) of the
-    first part that is not the same everywhere, from the digests of all processes; None if there is none.
+    """(leaf and part, rank and device with another digest, rank and device with the most frequent one) of the first
+    part whose copies differ, from the digests of all processes; None if there is none.
     """
     holders: dict[str, list[tuple[int, int, str]]] = {}
     for rank, digests in enumerate(of_all):
@@ -83,7 +83,7 @@ def first_difference(of_all: Sequence[Mapping[str, Mapping[int, str]]]) -> tuple
 
 
 def _key(number: int, text: str) -> str:
-    """A text that sorts by number."""
+    """A text key that sorts by number."""
     return f"{number:08} {text}"
 
 
@@ -96,7 +96,7 @@ def _copies(array: jax.Array) -> Counter[str]:
 
 
 def _part(index: Any, shape: Sequence[int]) -> str:
-    """The part of an array that a shard is, as it is written behind a name; empty for all of it."""
+    """The part of an array that a shard is, as it is written after a name; empty for the whole array."""
     ranges = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     if all(pair == (0, size) for pair, size in zip(ranges, shape, strict=True)):
         return ""
@@ -126,7 +126,7 @@ def _halves(array: jax.Array) -> list[jax.Array]:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits of an array in words, of narrower elements one each."""
+    """The bits of an array as words; narrower elements take one each."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return jnp.stack([_words(array.real), _words(array.imag)])
     if array.dtype == bool or (jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 8):

@@ -1,4 +1,4 @@
-"""Checks of a training every so many steps: values that are not finite, copies that differ, a process that is slow."""
+"""Regular checks during training: values that are not finite, copies that differ, and processes that are slow."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from autopar.training.replicas import findings, first_difference
 from autopar.training.step_log import Record, as_text
 
 _SAMPLED = 3
-"""Steps before a check that are waited for and profiled; the others may run ahead."""
+"""The number of steps before a check that are waited for and profiled; other steps may run ahead."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepChecks:
-    """Checks that are called behind each step, and done every `every` steps; all processes make the same calls.
+    """Checks to be called after each step, which look at every `every`-th one; all processes must make the same calls.
 
     A value that is not finite is a DeviceError, and copies of a part of an array that differ are a DisagreementError,
     with the first leaf, its process, host and device. A process that takes `slow` times as long as it should is a
-    warning, once, with its host, and a record for `write`, of the first process.
+    warning, once, with its host, and a record that the first process gives to `write`.
     """
 
     compilation: Callable[[], Compilation | None]
@@ -48,7 +48,7 @@ class StepChecks:
             raise ArgumentError(explain(argument, rule, "", "write, say, every=100, slow=1.5"))
 
     def __call__(self, step: int, state: Any, **values: Any) -> None:
-        """Checks the state and the values of a step, if it is time for that.
+        """Checks the state and the values of a step, if it is due.
 
         Raises DeviceError for NaN and infinity, and DisagreementError for copies that differ.
         """
@@ -78,7 +78,7 @@ class StepChecks:
         return among(compilation.present() if compilation else jax.devices())
 
     def _compare(self, step: int, checked: Any, processes: Processes | None) -> None:
-        """Raises for a leaf that is not finite on some process, or not the same on all."""
+        """Raises the error for a leaf that is not finite on some process, or whose copies differ."""
         paths = tree_flatten_with_path(checked)[0]
         mine = findings((f"{path[0].key}{keystr(path[1:])}", leaf) for path, leaf in paths)
         text = json.dumps(asdict(mine))
@@ -98,7 +98,7 @@ class StepChecks:
             raise DisagreementError(explain(what, rule, "", remedy))
 
     def _judge(self, step: int, sample: _Sample, processes: Processes) -> None:
-        """Warns of processes that are slow, each once."""
+        """Warns of processes that are slow, once each."""
         pace = sample.pace(self.compilation(), processes)
         texts = processes.gather("the times of a step", json.dumps(asdict(pace)))
         paces = [Pace(**json.loads(text)) for text in texts]
@@ -122,7 +122,7 @@ class StepChecks:
 
 
 class _Sample:
-    """Steps of this process that are waited for, one by one, under the profiler."""
+    """The steps of this process before a check, each of which is waited for and profiled."""
 
     def __init__(self) -> None:
         self._profile = Profile()
@@ -154,7 +154,7 @@ def _planned(compilation: Compilation | None, rank: int) -> float:
 
 
 def _wait(results: Any) -> None:
-    """Waits for what this process has of results."""
+    """Waits for the parts of results on this process."""
     jax.block_until_ready([leaf for leaf in jax.tree.leaves(results) if getattr(leaf, "addressable_shards", ())])
 
 

@@ -1,4 +1,4 @@
-"""A line for each step and process, which a person or a machine can read."""
+"""Log records of each step and process, for people or machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Record = Mapping[str, Any]
 
 
 def as_text(record: Record) -> None:
-    """Writes a record to standard output as a line for people."""
+    """Writes a record to standard output as a line of text."""
     values = "".join(f"  {name} {_short(value)}" for name, value in record.items() if name not in _HEAD)
     seconds = "first" if record["seconds"] is None else f"{record['seconds']:.3f} s"
     sys.stdout.write(f"step {record['step']}  process {record['process']} on {record['host']}  {seconds}{values}\n")
@@ -28,7 +28,7 @@ def as_text(record: Record) -> None:
 
 
 def as_json(record: Record) -> None:
-    """Writes a record to standard output as a line of JSON; what is not finite becomes text."""
+    """Writes a record to standard output as a line of JSON; numbers that are not finite become text."""
     plain = {n: str(v) if isinstance(v, float) and not math.isfinite(v) else v for n, v in record.items()}
     sys.stdout.write(json.dumps(plain) + "\n")
     sys.stdout.flush()
@@ -41,8 +41,8 @@ _HEAD = ("step", "process", "host", "seconds")
 class StepLog:
     """A log that is called with each step's number and values; every process writes its own.
 
-    `write` is given each record: `StepLog.as_text`, `StepLog.as_json`, or a function that hands it to TensorBoard or
-    any other writer. With `finite` a value that is not a finite number is an error.
+    `write` is called with each record: `StepLog.as_text`, `StepLog.as_json`, or a function that passes it to
+    TensorBoard or any other writer. With `finite` a value that is not a finite number is an error.
     """
 
     write: Callable[[Record], None] = as_text
@@ -76,7 +76,7 @@ class StepLog:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A value as plain data: of an array its one element. Raises ArgumentError for an array of another size."""
+    """A value as plain data; for an array its one element. Raises ArgumentError for an array of another size."""
     if not hasattr(value, "item"):
         return value
     if value.size != 1:

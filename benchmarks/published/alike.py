@@ -16,7 +16,7 @@ from passes.intra_op.strategy_filter import StrategyFilter, restricted
 from passes.ir import Graph
 from passes.layers import stage_cuts
 from passes.layers.repeats import blocks
-from passes.pipeline import body_of, pipelined
+from passes.pipeline import PipelineOptions, body_of, pipelined
 from passes.pipeline.assemble import restated
 from passes.plan import Plan
 from passes.planners import Megatron, Planned, PlanOptions
@@ -87,7 +87,8 @@ class DeepMegatron(Megatron):
 
         firsts = self._firsts(body_of(step.graph))
         schedule = "interleaved" if self.interleave > 1 else self.schedule
-        return Planned.of(pipelined(self.name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
+        of_pipeline = PipelineOptions(planner=self.name, cluster=cluster, schedule=schedule, chunks=self.interleave)
+        return Planned.of(pipelined(step, firsts, plan_stage, of_pipeline), step)
 
     def _whole(self, step: Step) -> Callable[[Assembly], Assembly]:
         """The placements that it has of a step in one piece, whose batch is known."""

@@ -1,6 +1,4 @@
-"""Clusters that plans are made for: devices, hosts and the links between them, meshes over them, and the seconds that
-collectives and arrays sent between neighbours take there.
-"""
+"""Clusters, meshes over their devices, and the seconds that collectives and transfers between stages take on them."""
 
 from passes.cluster import collectives, what_if
 from passes.cluster.boundaries import boundary_seconds

@@ -56,7 +56,7 @@ def boundary_cost(hosts: HostGroup, senders: range, receivers: range) -> Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """A part of an array that one device sends to another: its share of the array."""
+    """The part of an array that one device sends to another, as a share of the whole array."""
 
     sender: int
     receiver: int
@@ -78,8 +78,8 @@ def _pieces(senders: range, receivers: range) -> list[_Piece]:
 
 
 def _crossing_seconds(hosts: HostGroup, crossing: Sequence[_Piece]) -> float:
-    """Seconds for every byte of the array on the busiest link of a host, over the adapters of the devices that send
-    there or receive.
+    """Seconds per byte of the array on the busiest network link of a host, over the adapters of the devices that send
+    or receive there.
     """
     ends = [("out", _host(hosts, p.sender), p.sender, p.share) for p in crossing]
     ends += [("in", _host(hosts, p.receiver), p.receiver, p.share) for p in crossing]

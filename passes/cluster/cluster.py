@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Literal, Self, cast, get_args
 
+from passes.cluster.json_fields import Fields
 from passes.errors import ClusterError, close, explain
 
 
@@ -52,26 +53,29 @@ we know of no publication that times it, so every device of the table has this u
 class DeviceSpec:
     """One accelerator, each number with its `source`.
 
-    `flops_per_second` maps dtype names to the dense matrix-product peak; `matmul_efficiency` is the share of it that
-    large products reach; each of a product's three extents e (rows, columns, inner) slows it by 1 + `half_extent` / e
-    (0: not at all). With so many `cores`, products are cut into tiles that they take in waves instead, and each tile
-    begins and ends in the time of `half_inner` steps along the inner dimension. What computes little reaches
-    `memory_efficiency` of `memory_bytes_per_second`. `launch_seconds` is the floor of one fused kernel. Arrays are put
-    into another order at `strided_bytes_per_second` (0: at no cost): by a transpose, by products whose batch dimensions
-    lie behind others, by convolutions whose channels do not come last, and by a collective that cuts or joins another
-    dimension than the leading one, of its larger side. Products side by side of which each is a call, as those whose
-    left operand has its rows last are on CPUs, take `product_seconds` each beyond what they compute. Convolutions
-    compute at `convolution_efficiency` times the rate of products, and where they are products of patches that are put
-    together first, each pixel of each patch takes `pixel_seconds`. Arrays come from and go to the host's memory at
-    `host_bytes_per_second`, by default what PCI Express 3 x16 gives: no accelerator of the table has a slower link. 0
-    says that there is no way. A task of a pipeline's stage takes its host `dispatch_seconds` to start, which delays the
-    device where it is idle; an array sent to the next stage takes `send_seconds` more than its bytes, and the sender
-    computes during the part `send_overlap` of that. Of what collectives take that gather weights ahead of their use, or
-    reduce gradients while the backward pass goes on, the part `collective_overlap` is hidden behind computing. The
-    compiler combines those of gradients in buckets of `bucket_nbytes` (0: each is sent by itself). Where it
-    `fuses_attention`, the scores of attention exist inside one kernel alone, forward and backward; where it `unrolls`,
-    loops copy no slices, as layers written out do not: some software has these properties, XLA neither. `widened` maps
-    dtypes that the device's compiler has no arithmetic for to those in which it does it instead.
+    Products: `flops_per_second` maps dtype names to the dense peak, of which large products reach `matmul_efficiency`.
+    Each extent e of a product (rows, columns, inner) slows it by 1 + `half_extent` / e (0: not at all). With `cores`,
+    products are cut into tiles that the cores take in waves, and each tile begins and ends in the time of `half_inner`
+    steps along the inner dimension. Convolutions reach `convolution_efficiency` times the rate of products. `widened`
+    maps dtypes for which the compiler has no arithmetic to those in which it computes instead.
+
+    Memory: operators that compute little reach `memory_efficiency` of `memory_bytes_per_second`; one fused kernel takes
+    at least `launch_seconds`. Elements change their order at `strided_bytes_per_second` (0: at no cost): in transposes,
+    products whose batch dimensions come after others, convolutions whose channels do not come last, and collectives
+    that cut or join another dimension than the first, for their larger side. Batched products that are one call each,
+    as on CPUs with the rows of the left operand last, take `product_seconds` more each; convolutions that are products
+    of patches take `pixel_seconds` for each pixel of each patch.
+
+    Host: arrays go to and from its memory at `host_bytes_per_second` (0: there is no way), by default what PCI Express
+    3 x16 gives, the slowest such link of the table.
+
+    Pipelines: the host takes `dispatch_seconds` to start a stage's task, which delays an idle device. Sending an array
+    to the next stage takes `send_seconds` beside its bytes; the sender computes during the share `send_overlap`.
+
+    Compiler: the share `collective_overlap` of collectives that gather weights ahead of their use, or reduce gradients
+    during the backward pass, is hidden behind computing. Gradients are reduced in buckets of `bucket_nbytes` (0: one by
+    one). With `fuses_attention` the scores of attention exist inside one kernel alone, forward and backward; with
+    `unrolls` loops copy no slices, as if layers were written out: some software has these, XLA neither.
     """
 
     name: str
@@ -112,10 +116,11 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds that a kind of collective was seen to take among `ranks` devices of a host, while all groups talk.
+    """Seconds that one kind of collective was measured to take among `ranks` devices of a host, while all such groups
+    communicate.
 
-    Bytes are those of the larger side of one device's buffer, as in `collectives.seconds`. Of several for one kind and
-    number of ranks the slowest counts: long messages may leave caches behind that short ones keep to.
+    `nbytes` is the larger side of one device's buffer, as for `collectives.seconds`. Of several measurements for one
+    kind and number of ranks the slowest counts: long messages may leave caches that short ones stay in.
     """
 
     kind: str
@@ -126,11 +131,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostGroup:
-    """`hosts` equal machines of `devices_per_host` devices.
+    """`hosts` equal machines with `devices_per_host` devices each.
 
-    `intra` is all links of a device to the others on its host, `wiring` which devices they join; `inter` is one host's
-    link to the network, shared by its devices, of so many `adapters`: a device has one, or a part of one. Where
-    collectives in the host were `measured`, that counts and `intra` does not.
+    `intra` is all links of a device to the others on its host, and `wiring` which of them it joins. `inter` is a host's
+    link to the network, shared by its devices over `adapters`: each uses one, or a part of one. Collectives that were
+    `measured` inside a host take the measured seconds, whatever `intra` is.
     """
 
     hosts: int
@@ -143,11 +148,15 @@ class HostGroup:
     measured: tuple[Measured, ...] = ()
 
     def adapted(self, devices: int) -> float:
-        """The part of a host's link that so many of its devices reach over their adapters, of which there is one."""
+        """The part of a host's network link that some of its devices reach over their adapters, which are one
+        at least.
+        """
         return min(1.0, max(1, devices * self.adapters // self.devices_per_host) / self.adapters)
 
     def with_devices(self, per_host: int) -> HostGroup:
-        """The hosts with so many devices each: some of these keep their part of the adapters and of what they reach."""
+        """The same hosts with another number of devices each; fewer devices keep their part of the adapters and of the
+        link.
+        """
         adapters = max(1, self.adapters * min(per_host, self.devices_per_host) // self.devices_per_host)
         inter = replace(self.inter, bytes_per_second=self.inter.bytes_per_second * adapters / self.adapters)
         return replace(self, devices_per_host=per_host, adapters=adapters, inter=inter)
@@ -158,7 +167,7 @@ class HostGroup:
 
 
 MOST_DEVICES = 2**20
-"""The most devices of a cluster: planning lists them one by one, in 0.7 s so many."""
+"""The most devices of a cluster: planning lists them one by one, which takes 0.7 s for this many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +205,7 @@ class Cluster:
     @classmethod
     def from_json(cls, data: object) -> Self:
         """The cluster that `to_json` described. Raises ClusterError, naming the field, for anything that is not one."""
-        read = _Fields.of(data, "the cluster", ("name", "groups"))
+        read = Fields.of(data, "the cluster", ("name", "groups"))
         groups = read.objects("groups", ("hosts", "devices_per_host", "device", "intra", "inter"), _OPTIONAL)
         if not groups:
             raise read.wrong("groups", "should be a list of at least one group of hosts", "write [{...}]")
@@ -204,91 +213,6 @@ class Cluster:
 
     def __str__(self) -> str:
         return self.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fields:
-    """The fields of one JSON object, read by name and kind; `where` is its place in the cluster."""
-
-    data: Mapping[str, object]
-    where: str
-
-    @classmethod
-    def of(cls, data: object, where: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> Self:
-        """Raises ClusterError unless `data` is an object with the needed fields and no unknown ones."""
-        names = needed + optional
-        known_fields = f"its fields are {', '.join(names)}"
-        if not isinstance(data, dict):
-            raise ClusterError(
-                explain(where, f"should be an object, and is {data!r:.60}", known_fields, "write an object")
-            )
-        fields = cast(dict[str, object], data)
-        for name in (name for name in fields if name not in names):
-            remedy = close(name, names) or "remove it"
-            raise ClusterError(explain(where, f"has a field {name!r}, which means nothing here", known_fields, remedy))
-        for name in needed:
-            if name not in fields:
-                raise ClusterError(explain(where, f"has no field {name!r}", known_fields, "add it"))
-        return cls(data=fields, where=where)
-
-    def text(self, name: str) -> str:
-        value = self.data[name]
-        if not isinstance(value, str):
-            raise self.wrong(name, "should be text", "put it in quotes")
-        return value
-
-    def flag(self, name: str) -> bool:
-        """Whether a field is true; one that is not there is not."""
-        value = self.data.get(name, False)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "should be true or false", "write true or false, without quotes")
-        return value
-
-    def count(self, name: str) -> int:
-        value = self.data[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
-            raise self.wrong(name, "should be a whole number from 1", "count hosts, devices and bytes one by one")
-        return int(value)
-
-    def rate(self, name: str) -> float:
-        """A number above 0."""
-        value = self.at_least_0(name)
-        if value == 0:
-            raise self.wrong(name, "should be above 0", "give what one second moves or computes")
-        return value
-
-    def at_least_0(self, name: str, default: float = 0.0) -> float:
-        value = self.data.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-            raise self.wrong(name, "should be a finite number from 0", "give it in seconds, bytes or flops, unscaled")
-        return value
-
-    def share(self, name: str, default: float) -> float:
-        """A number above 0 and at most 1."""
-        value = self.at_least_0(name, default)
-        if not 0 < value <= 1:
-            raise self.wrong(name, "should be above 0 and at most 1", "give the part of the bandwidth that it reaches")
-        return value
-
-    def part(self, name: str) -> float:
-        """A number from 0 to 1."""
-        value = self.at_least_0(name)
-        if value > 1:
-            raise self.wrong(name, "should be from 0 to 1", "0 is nothing of it, 1 everything")
-        return value
-
-    def objects(self, name: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[_Fields]:
-        value = self.data.get(name, ())
-        if not isinstance(value, list | tuple):
-            raise self.wrong(name, "should be a list", "write [{...}]")
-        entries = enumerate(cast(Sequence[object], value))
-        return [_Fields.of(entry, f"{name}[{index}]", needed, optional) for index, entry in entries]
-
-    def object(self, name: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> _Fields:
-        return _Fields.of(self.data[name], f"{self.where}.{name}", needed, optional)
-
-    def wrong(self, name: str, rule: str, remedy: str) -> ClusterError:
-        return ClusterError(explain(f"{self.where}.{name}", rule, f"it is {self.data[name]!r:.60}", remedy))
 
 
 def _group_json(group: HostGroup) -> dict[str, object]:
@@ -308,12 +232,12 @@ def _group_json(group: HostGroup) -> dict[str, object]:
 
 
 def _usual(name: str) -> object:
-    """The value of a device's field where nothing is said."""
+    """The default value of a device's field."""
     device_field = next(field for field in fields(DeviceSpec) if field.name == name)
     return device_field.default if device_field.default_factory is MISSING else device_field.default_factory()
 
 
-def _host_group(read: _Fields) -> HostGroup:
+def _host_group(read: Fields) -> HostGroup:
     return HostGroup(
         hosts=read.count("hosts"),
         devices_per_host=read.count("devices_per_host"),
@@ -326,14 +250,14 @@ def _host_group(read: _Fields) -> HostGroup:
     )
 
 
-def _wiring(read: _Fields) -> Wiring:
+def _wiring(read: Fields) -> Wiring:
     name = read.text("wiring")
     if name not in WIRINGS:
         raise read.wrong("wiring", f"should be one of: {', '.join(WIRINGS)}", close(name, WIRINGS) or "leave it out")
     return name
 
 
-def _measured(read: _Fields) -> Measured:
+def _measured(read: Fields) -> Measured:
     kind = read.text("kind")
     if kind not in KINDS:
         raise read.wrong("kind", f"should be one of: {', '.join(KINDS)}", close(kind, KINDS) or "leave it out")
@@ -357,7 +281,7 @@ _SEEN = (*_RATES, *_PARTS, *_EFFICIENCIES, "cores", "fuses_attention", "unrolls"
 _DEVICE = tuple(name for name in DeviceSpec.__dataclass_fields__ if name not in _SEEN)
 
 
-def _device(read: _Fields) -> DeviceSpec:
+def _device(read: Fields) -> DeviceSpec:
     peaks = cast(Mapping[str, object], read.data["flops_per_second"])
     dtypes = tuple(peaks) if isinstance(peaks, dict) and peaks else ("float32",)
     rates = read.object("flops_per_second", dtypes)
@@ -379,8 +303,8 @@ def _device(read: _Fields) -> DeviceSpec:
     )
 
 
-def _texts(parent: _Fields, name: str) -> dict[str, str]:
-    """A field that maps names to names; nothing where it is not there."""
+def _texts(parent: Fields, name: str) -> dict[str, str]:
+    """The value of a field that maps names to names; empty where the field is missing."""
     if not isinstance(named := parent.data.get(name, {}), dict):
         raise parent.wrong(name, "should be an object", 'write {"bfloat16": "float32"}')
     keys = tuple(cast(Mapping[str, object], named))
@@ -388,7 +312,7 @@ def _texts(parent: _Fields, name: str) -> dict[str, str]:
     return {key: read.text(key) for key in keys} if read else {}
 
 
-def _link(parent: _Fields, name: str) -> Link:
+def _link(parent: Fields, name: str) -> Link:
     read = parent.object(name, _LINK, tuple(n for n in Link.__dataclass_fields__ if n not in _LINK))
     return Link(
         alpha_seconds=read.at_least_0("alpha_seconds"),

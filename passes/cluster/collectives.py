@@ -50,8 +50,9 @@ Source: stas00/ml-engineering, network/README.md, 8 GiB over 8 devices, SHARP on
 """
 
 TREE_EFFICIENCY = 0.75
-"""The share of a ring's bandwidth that a tree gets: 0.9, of which 1 to 64 MB reach 0.5 to 0.9 (NCCL,
-src/graph/tuning.cc)."""
+"""The share of a ring's bandwidth that a tree gets: NCCL takes 0.9, of which messages of 1 to 64 MB reach 0.5 to 0.9
+(NCCL, src/graph/tuning.cc).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +89,10 @@ def seconds(kind: Kind, nbytes: float, group: Group) -> float: ...
 @overload
 def seconds(kind: Kind, nbytes: Floats, group: Group) -> Floats: ...
 def seconds(kind: Kind, nbytes: float | Floats, group: Group) -> float | Floats:
-    """Seconds of one collective; `nbytes` is the larger side of one device's buffer, one number or an array of them.
+    """Seconds of one collective over a group; `nbytes` may be one number or an array, and the result is of its shape.
 
-    That is the buffer itself for all-reduce, all-to-all and permute, the result for all-gather, the input for
-    reduce-scatter. A group of one device needs no time.
+    `nbytes` is the larger side of one device's buffer: the buffer itself for all-reduce, all-to-all and permute, the
+    result for all-gather, the input for reduce-scatter. A group of one device needs no time.
     """
     lines = measured_costs(kind, group)
     if isinstance(nbytes, np.ndarray):
@@ -102,7 +103,7 @@ def seconds(kind: Kind, nbytes: float | Floats, group: Group) -> float | Floats:
 
 
 def bucket_share(kind: Kind, nbytes: Floats, group: Group, bucket_nbytes: float) -> Floats:
-    """The share of the seconds of a full bucket that each of these arrays takes in it; infinite without buckets."""
+    """The share of a full bucket's seconds that each of these arrays takes; infinite on a device without buckets."""
     if not bucket_nbytes:
         return np.full(nbytes.shape, np.inf)
     return nbytes / bucket_nbytes * seconds(kind, bucket_nbytes, group)
@@ -118,7 +119,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """A way to send: the time to start, and the parts of a link's latency and bandwidth that it has."""
+    """One of NCCL's protocols: the time to start, and factors for the latency and bandwidth of a link."""
 
     start_seconds: float
     latency: float
@@ -137,8 +138,8 @@ bandwidth whole, 0.92 (less where 16.7 GB/s a channel are fewer) and 1/4 to 1/3.
 
 @lru_cache(maxsize=4096)
 def measured_costs(kind: Kind, group: Group) -> tuple[Cost, ...]:
-    """The costs of `kind` that were measured with about as many ranks, of which the highest counts; none where it was
-    not measured.
+    """The costs of `kind` as measured with about as many ranks, the slowest of which counts; empty where none was
+    measured.
     """
     several = [m for m in group.measured if m.kind == kind] if group.ranks > 1 and group.hosts == 1 else []
     nearest = min((m.ranks for m in several), key=lambda ranks: abs(ranks - group.ranks), default=0)
@@ -151,8 +152,8 @@ def measured_costs(kind: Kind, group: Group) -> tuple[Cost, ...]:
 
 @lru_cache(maxsize=4096)
 def costs(kind: Kind, group: Group) -> tuple[Cost, ...]:
-    """The costs of the algorithms that run `kind` over this group fastest for some number of bytes, by rising
-    latency.
+    """The costs of the fastest algorithms for `kind` over this group, each the fastest for some number of bytes, by
+    rising latency.
     """
     if group.ranks == 1:
         return (Cost(latency_seconds=0.0, seconds_per_byte=0.0),)
@@ -164,7 +165,7 @@ def costs(kind: Kind, group: Group) -> tuple[Cost, ...]:
 
 
 def _protocols(group: Group) -> Iterator[tuple[float, Group]]:
-    """Seconds to start, and the group with the links that it then has: as they are, or under each protocol."""
+    """(seconds to start, group) pairs: the group with its links as they are, or as each protocol changes them."""
     links = (group.intra, group.inter) if group.hosts > 1 else (group.intra,)
     if not any(link.low_latency for link in links):
         yield 0.0, group
@@ -177,7 +178,7 @@ def _protocols(group: Group) -> Iterator[tuple[float, Group]]:
 
 
 def _under(protocol: Protocol, link: Link) -> Link:
-    """The link under a protocol, if it has protocols."""
+    """The link as a protocol changes it; the link itself where it has no protocols."""
     if not link.low_latency:
         return link
     alpha, rate = link.alpha_seconds * protocol.latency, link.bytes_per_second * protocol.bandwidth
@@ -197,13 +198,13 @@ def _fastest(costs: Iterable[Cost]) -> tuple[Cost, ...]:
 
 
 def _meet(line: Cost, other: Cost) -> float:
-    """The bytes from which the cost of more latency and fewer seconds a byte is the lower."""
+    """The number of bytes from which the first cost, of more latency and fewer seconds per byte, is the lower."""
     return (other.latency_seconds - line.latency_seconds) / (line.seconds_per_byte - other.seconds_per_byte)
 
 
 def ring(group: Group) -> Cost:
-    """The cost of an all-gather or reduce-scatter in a ring: a piece of 1/n goes round in n - 1 hops, h - 1 of them
-    between hosts.
+    """The cost of an all-gather or reduce-scatter in a ring: pieces of 1/n of the buffer travel n - 1 hops, h - 1 of
+    them between hosts.
     """
     n, h = group.ranks, group.hosts
     hops = h * group.hops * group.intra.alpha_seconds + (h - 1) * group.inter.alpha_seconds
@@ -227,7 +228,7 @@ def tree(group: Group) -> Cost:
 
 
 def one_shot(group: Group) -> Cost | None:
-    """The cost where every rank sends everything to every other: the least latency, n - 1 times the bytes."""
+    """The cost where every rank sends its data to every other: the least latency, and n - 1 times the bytes."""
     if group.hosts > 1 or not group.direct:
         return None
     return Cost(
@@ -273,12 +274,12 @@ def direct(group: Group) -> Cost:
 
 
 def halves(group: Group) -> list[Cost]:
-    """The costs of a reduce-scatter, or of an all-gather, which takes the same steps backwards."""
+    """The costs of a reduce-scatter, which are those of an all-gather as well: it takes the same steps backwards."""
     return _of(group, (ring, doubling))
 
 
 def reductions(group: Group) -> list[Cost]:
-    """The costs of an all-reduce, in two halves or at once."""
+    """The costs of an all-reduce, as a reduce-scatter and an all-gather, or at once."""
     in_two = [
         Cost(latency_seconds=2 * half.latency_seconds, seconds_per_byte=2 * half.seconds_per_byte)
         for half in halves(group)
@@ -287,7 +288,7 @@ def reductions(group: Group) -> list[Cost]:
 
 
 def _half(group: Group) -> list[Cost]:
-    """The costs of a half of an all-reduce: where a whole one costs less, a part of that is kept."""
+    """The costs of a reduce-scatter or an all-gather: its own algorithms, or an all-reduce of which a part is kept."""
     return halves(group) + reductions(group)
 
 
@@ -303,7 +304,7 @@ ALGORITHMS: Mapping[Kind, Algorithms] = {
 
 
 def _of(group: Group, algorithms: Iterable[Callable[[Group], Cost | None]]) -> list[Cost]:
-    """The costs of those that can run over the group."""
+    """The costs of the algorithms that can run over the group."""
     return [cost for algorithm in algorithms if (cost := algorithm(group)) is not None]
 
 
@@ -317,7 +318,7 @@ def _across(group: Group) -> float:
 
 
 def _slowest(group: Group) -> float:
-    """Bytes per second of the slower link on the way."""
+    """Bytes per second of the slower of the links that the group uses."""
     inside = group.intra.bytes_per_second
     return min(inside, _across(group)) if group.hosts > 1 else inside
 

@@ -28,7 +28,9 @@ def host_spec(name: str) -> HostSpec:
 
 
 def _entry(name: str, what: str) -> HostSpec:
-    """The table's entry for a name that is part of the text `what`."""
+    """The table's entry for a device's name, which is part of `what` the user wrote. Raises ClusterError for unknown
+    names.
+    """
     spec = _HOSTS.get(name.lower())
     if spec is None:
         remedy = close(name.lower(), _HOSTS) or "pass a Cluster or a JSON file, or add the device with register_device"
@@ -123,10 +125,10 @@ def local_cluster(
 ) -> Cluster:
     """The cluster of these devices, as `jax.devices()` lists them.
 
-    `hosts` names the host of each process, where several may share one; without it each process is a host.
-    Virtual CPU devices share their machine, so each gets its part of the cores and the memory; on one process, memory
-    is what the devices report, if they `are_here` and not only compiled for. Raises ClusterError for no devices,
-    several kinds, an unknown kind or uneven hosts.
+    `hosts` has the name of each process's host, where several processes may share one; without it each process is a
+    host of its own. Virtual CPU devices share their machine, so each gets its part of the cores and the memory. On one
+    process, memory is what the devices report, if they `are_here`, and not only compiled for. Raises ClusterError for
+    no devices, several kinds of them, an unknown kind or uneven hosts.
     """
     kinds = tuple(dict.fromkeys(device.device_kind for device in devices))
     remedy = "pass cluster=, with a description such as '8:h100', a Cluster or a JSON file"
@@ -161,7 +163,7 @@ def _spec_of_kind(kind: str, remedy: str) -> HostSpec:
 
 
 def _reported_nbytes(device: LocalDevice) -> int | None:
-    """Bytes that JAX's allocator may use on the device, less than the device has; None if it does not report them."""
+    """Bytes that JAX's allocator may use on a device, which are less than it has; None if it does not report them."""
     ask = getattr(device, "memory_stats", None)
     stats = ask() if callable(ask) else None
     return cast(dict[str, int], stats).get("bytes_limit") if isinstance(stats, dict) else None

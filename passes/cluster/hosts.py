@@ -17,8 +17,9 @@ from passes.cluster.links import (
 )
 
 MATMUL_EFFICIENCY = 0.80
-"""The share of a data sheet that products reach where it was not measured: the median of five others (A100 0.87, H100
-0.80, B200 0.78, GB200 0.73, v6e 0.90)."""
+"""The share of a data sheet's peak that products reach where it was not measured: the median of five devices for which
+it was (A100 0.87, H100 0.80, B200 0.78, GB200 0.73, v6e 0.90).
+"""
 
 
 HALF_INNER = 64.0
@@ -27,7 +28,7 @@ at a time (CUTLASS's default for half precision on A100) on either side of the l
 
 
 MEMORY_EFFICIENCY = 0.85
-"""The share of a GPU's data-sheet bandwidth that it gets, assumed: large copies reach from 80 to 90 %."""
+"""The share of a GPU's data-sheet bandwidth that operators reach, assumed: large copies reach 80 to 90 %."""
 
 
 CPU = "cpu"
@@ -56,9 +57,9 @@ class HostSpec:
     wiring: Wiring = "switch"
 
     def cluster(self, hosts: int, devices_per_host: int | None = None, name: str = "") -> Cluster:
-        """The cluster of `hosts` such hosts, named `2x8:h100` unless `name` is given.
+        """The cluster of `hosts` such hosts, with the given name or one such as `2x8:h100`.
 
-        Of hosts with fewer devices than usual, each device keeps its part of the adapters and of what they reach.
+        A host with fewer devices than usual has the same part of its adapters and of its network link.
         """
         per_host = devices_per_host or self.devices_per_host
         whole = HostGroup(
@@ -75,7 +76,7 @@ class HostSpec:
 
 
 def virtual_cpu(cores: int, memory_nbytes: int, devices: int) -> DeviceSpec:
-    """The device that stands for one of `devices` virtual CPU devices on one machine."""
+    """The spec of each of `devices` virtual CPU devices that share one machine."""
     return DeviceSpec(
         name=CPU,
         flops_per_second={"float32": cores * CPU_CORE_FLOPS_PER_SECOND / devices},
@@ -109,7 +110,7 @@ def gpu_host(
     send_overlap: float = SEND_OVERLAP,
     launch_seconds: float = 3e-6,  # a short kernel on V100: 2.9 us, 3.4 in a graph (Gray, "CUDA Graphs", NVIDIA 2019)
 ) -> HostSpec:
-    """A host of GPUs, of its data sheet's numbers."""
+    """A host of GPUs, from the numbers of its data sheet."""
     return HostSpec(
         device=DeviceSpec(
             name=name,
@@ -137,7 +138,7 @@ def gpu_host(
 
 
 def tensor_cores(half: float, float32: float, float8: float = 0.0) -> Mapping[str, float]:
-    """Dense peaks in TFLOP/s; JAX multiplies float32 as TF32 by default where there is TF32."""
+    """Dense peaks by dtype, from TFLOP/s; JAX multiplies float32 as TF32 by default where the device has TF32."""
     eights = {"float8_e4m3fn": float8, "float8_e5m2": float8} if float8 else {}
     return {"bfloat16": half, "float16": half, "float32": float32, **eights}
 
@@ -154,7 +155,9 @@ def tpu_host(
     source: str,
     matmul_efficiency: float = MATMUL_EFFICIENCY,
 ) -> HostSpec:
-    """A slice of one pod: hosts, too, are joined by ICI. JAX multiplies float32 in one bfloat16 pass by default."""
+    """A slice of one TPU pod, whose hosts are joined by ICI as well. JAX multiplies float32 in one bfloat16 pass by
+    default.
+    """
     ici = ICI_SHARE * ici_gb_per_second
     return gpu_host(
         name,

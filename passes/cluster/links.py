@@ -1,4 +1,4 @@
-"""Shares that links reach of their data sheets, and the time of a hop, each with its source."""
+"""The shares of their data sheets that links reach, and the time of a hop, each with its source."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ SEND_SECONDS = 190e-6
 
 
 SEND_OVERLAP = 0.0
-"""The share of a transfer behind which its sender computes: with the times of Zero Bubble's table 6 given, its table 4
-(36 runs on A100) is predicted 5.9 % too fast if all of it (order within a model: tau 0.71), 3.0 % if nothing (0.93)."""
+"""The share of a transfer between stages during which its sender computes: with the times of Zero Bubble's table 6
+given, its table 4 (36 runs on A100) is predicted 5.9 % too fast if it is 1 (order within a model: tau 0.71), 3.0 % if
+it is 0 (0.93).
+"""
 
 
 COLLECTIVE_OVERLAP = 0.5
@@ -59,8 +61,9 @@ and its siblings); that XLA:TPU combines as many is assumed."""
 
 
 PCIE_SHARE = 0.5
-"""The share of PCIe that is left without peer access, assumed: what one device sends another crosses the host's
-memory."""
+"""The share of PCI Express that is left without peer access, assumed: what one device sends another goes through the
+host's memory.
+"""
 
 
 ICI_SHARE = 0.65
@@ -81,12 +84,12 @@ def plain(gb_per_second: float, alpha_seconds: float) -> Link:
 
 
 def gpu_link(gb_per_second: float, *, reduces: bool = False) -> Link:
-    """A device's links in its host, driven by NCCL."""
+    """The link of a GPU to the others in its host, driven by NCCL."""
     link = plain(gb_per_second, ALPHA_SECONDS)
     return replace(link, reduces=reduces, low_latency=True, sent=SENT_INSIDE)
 
 
 def network(gb_per_second: float) -> Link:
-    """A host's link according to its data sheet, on a fabric that gives every host its own."""
+    """A host's link to the network by its data sheet, on a fabric that gives every host its full bandwidth."""
     link = plain(NETWORK_SHARE * gb_per_second, NETWORK_ALPHA_SECONDS)
     return replace(link, low_latency=True, sent=SENT_ACROSS)

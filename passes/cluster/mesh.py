@@ -19,12 +19,12 @@ from passes.errors import InternalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A group of devices that run one collective together.
+    """A group of devices that run one collective together: `ranks` devices on `hosts` hosts.
 
-    `ranks` devices over `hosts` hosts; `intra` is what a device's links give to the others inside its host, of which a
-    message passes all in `hops`, or any in one if `direct`; `inter` is the group's share of one host's network link
-    when all groups of the mesh communicate at once. `measured` is what was seen inside a host. A torus of several hosts
-    counts as one.
+    `intra` is the link of a device to the others inside its host; a message passes all of them in `hops`, or any of
+    them in one hop if `direct`. `inter` is the group's share of one host's network link when all groups of the mesh
+    communicate at once. `measured` are the collectives that were measured inside a host. A torus of several hosts
+    counts as one host.
     """
 
     ranks: int
@@ -37,13 +37,13 @@ class Group:
 
     @classmethod
     def of(cls, ranks: int, hosts: int, intra: Link, inter: Link, measured: tuple[Measured, ...] = ()) -> Group:
-        """The group whose devices are one hop from each other inside a host."""
+        """The group of devices that are one hop from each other inside a host."""
         inside = -(-ranks // hosts) - 1
         return cls(ranks=ranks, hosts=hosts, intra=intra, inter=inter, hops=inside, measured=measured)
 
 
 class Axes(Protocol):
-    """Axes with names and sizes, on which alone the shape of a piece depends."""
+    """Named axes with sizes, without a cluster: all that the shape of a device's piece depends on."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...
@@ -53,9 +53,9 @@ class Axes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Named axes over the first `size` devices of a cluster, row-major: the last axis joins neighbours.
+    """Named axes over the first `size` devices of a cluster, row-major: neighbours differ along the last axis.
 
-    Nothing on it is moved by `forbidden` kinds of collectives.
+    Plans for it use no collective of a `forbidden` kind.
     """
 
     axes: tuple[str, ...]
@@ -92,7 +92,7 @@ class Mesh:
 
 @lru_cache(maxsize=4096)
 def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
-    """The widest of the groups along `axes`: they need not fall on hosts alike, and the mesh waits for the slowest."""
+    """The slowest of the groups along `axes`: groups need not lie on hosts alike, and the mesh waits for that one."""
     hosts = mesh.cluster.group()
     ranks = math.prod(mesh.axis_size(axis) for axis in axes)
     last = range(-len(axes), 0)
@@ -112,7 +112,7 @@ def _group(mesh: Mesh, axes: tuple[str, ...]) -> Group:
 
 
 def _across(hosts: HostGroup, spans: Sequence[Counter[int]]) -> float:
-    """Bytes a second of each group's part of a host's link, given the members of each crossing group by host."""
+    """Bytes per second that each group gets of a host's network link, given its members in each host."""
     whole = hosts.inter.bytes_per_second
     if not spans:
         return whole
@@ -122,7 +122,7 @@ def _across(hosts: HostGroup, spans: Sequence[Counter[int]]) -> float:
 
 
 def _inside(hosts: HostGroup, groups: Iterable[list[int]]) -> tuple[Link, int]:
-    """The link of the group that is wired worst, and the most hops."""
+    """The link and the hops of the groups inside hosts, of the worst-wired group."""
     reaches = [reach(hosts, group) for group in groups if len(group) > 1]
     share = min((group_reach.share for group_reach in reaches), default=1.0)
     link = replace(hosts.intra, bytes_per_second=hosts.intra.bytes_per_second * share)
@@ -130,7 +130,7 @@ def _inside(hosts: HostGroup, groups: Iterable[list[int]]) -> tuple[Link, int]:
 
 
 def _by_host(hosts: HostGroup, rows: NDArray[np.int_]) -> list[list[int]]:
-    """The devices of each group on each host, numbered from the first of the host."""
+    """The devices of each group on each host, numbered from 0 in that host."""
     size = hosts.devices_per_host
     parts = {tuple((row[row // size == host] % size).tolist()) for row in rows for host in np.unique(row // size)}
     return [list(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Clusters that differ from one that is there in one respect: more devices of its kind, faster links."""
+"""Variations of a cluster for what-if questions: more devices of its kind, slower devices, faster links."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from passes.cluster.cluster import Cluster, DeviceSpec, Link, Measured
 from passes.errors import ClusterError, explain
 
 _LEAST_FACTOR = 1e-9
-"""The least that a link's bytes per second can be multiplied by: a byte a second, of a gigabyte; 1 over it at most."""
+"""The least factor for a link's bytes per second, which makes a byte of a gigabyte; the greatest is its reciprocal."""
 
 
 def resized(cluster: Cluster, devices: int) -> Cluster:
-    """The cluster of so many devices on hosts like these: a part of one host, or whole ones.
+    """The cluster of that many devices on the same kind of hosts: a part of one host, or whole hosts.
 
-    Raises ClusterError for devices that are neither.
+    Raises ClusterError for a number of devices that is neither.
     """
     group = cluster.group()
     hosts, rest = divmod(devices, group.devices_per_host)
@@ -42,9 +42,10 @@ def slower_device(device: DeviceSpec, compute: float) -> DeviceSpec:
 
 
 def slower(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -> Cluster:
-    """The cluster whose devices take `compute` times as long for every operator, and whose links and collectives take
-    `communication` times as long, latencies included, but for what a collective takes to start. Peaks stay: those are
-    data sheets'.
+    """The cluster with devices `compute` times as slow for every operator, and links and collectives `communication`
+    times as slow.
+
+    Latencies of links are slower, too; what a collective takes to start is not. Peaks stay, as those of data sheets.
     """
     group = cluster.group()
     device = replace(slower_device(group.device, compute), send_seconds=group.device.send_seconds * communication)

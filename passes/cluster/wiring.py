@@ -1,11 +1,11 @@
-"""The part of a device's links that reaches others of its group, by how the devices of hosts are wired.
+"""The part of a device's links that reaches the other devices of its group, by how the devices of hosts are wired.
 
-A group talks at the rate of its worst member: the links from it to members next to it, of all links that a device has.
-Members that are not next to each other are reached through devices in between, whose own traffic shares the way, so
-links count 1 / distance on a torus; on a hybrid cube mesh there is PCI Express between the halves of such a pair.
+A group communicates at the rate of its worst member: the links from it to neighbours in the group, as a part of all
+links that a device has. Members that are no neighbours are reached through devices in between, whose traffic shares the
+links, so on a torus links count 1 / distance; on a hybrid cube mesh such a pair is joined by PCI Express.
 
-Reference: NVIDIA, "DGX-1 with Tesla V100 system architecture" (links of the hybrid cube mesh); jax-ml/
-scaling-book, tpus.md (grids of pods, and which dimensions wrap around).
+Reference: NVIDIA, "DGX-1 with Tesla V100 system architecture" (links of the hybrid cube mesh); jax-ml/scaling-book,
+tpus.md (grids of pods, and which dimensions wrap around).
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ CUBE_MESH = (
     (0, 0, 0, 1, 2, 1, 2, 0),
 )
 CUBE_MESH_LINKS = 6
-"""NVLinks of each of those devices: the sum of a row."""
+"""NVLinks of each device of a hybrid cube mesh: the sum of a row of the table above."""
 
 PCIE_LINKS = 0.4
-"""The links of a host without NVLink: PCI Express 3 x16 through the host, assumed to give half of 15.75 GB/s, of 18.5 a
-link."""
+"""PCI Express as a number of NVLinks: 3 x16 through the host, assumed to give half of 15.75 GB/s, of 18.5 a link."""
 
 Place = tuple[int, ...]
 
@@ -44,8 +43,8 @@ _DIMENSIONS: dict[Wiring, Literal[2, 3]] = {"2d torus of 16": 2, "3d torus of 4"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The reach of a group's links inside a host, or inside a torus: the part of a device's `share` of bandwidth, and
-    the hops that a message takes past all members in a row.
+    """The part (`share`) of a device's bandwidth that reaches its group inside a host or torus, and the hops that a
+    message takes past all members in a row.
     """
 
     share: float
@@ -53,12 +52,12 @@ class Reach:
 
 
 def reach(hosts: HostGroup, devices: Sequence[int]) -> Reach:
-    """The reach of a group of devices of one host or torus, numbered from the first of all."""
+    """The reach of a group of devices of one host or torus; devices are numbered from 0 in it."""
     return _reach(hosts.wiring, hosts.devices_per_host, hosts.hosts, tuple(devices))
 
 
 def is_torus(wiring: Wiring) -> bool:
-    """The same links join devices of one host and of several."""
+    """Whether the same links join devices of one host and of several."""
     return wiring in _DIMENSIONS
 
 
@@ -82,7 +81,9 @@ def _reach(wiring: Wiring, per_host: int, hosts: int, devices: tuple[int, ...]) 
 
 
 def torus(wiring: Wiring, n_devices: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """The sizes of the grid that so many devices are sold as, as even as can be, largest last; which wrap around."""
+    """The sizes of the grid in which this many devices are sold, as even as can be, largest last, and which dimensions
+    wrap around.
+    """
     dimensions = _DIMENSIONS[wiring]
     whole = 16 if dimensions == 2 else 4
     shapes = [s for s in itertools.product(_divisors(n_devices), repeat=dimensions) if math.prod(s) == n_devices]
@@ -96,7 +97,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _place(device: int, grid: Place) -> Place:
-    """Coordinates of a device; the last ones join neighbours."""
+    """The coordinates of a device; neighbouring numbers differ in the last one."""
     place: list[int] = []
     for size in reversed(grid):
         device, at = divmod(device, size)
@@ -105,7 +106,7 @@ def _place(device: int, grid: Place) -> Place:
 
 
 def _beside(place: Place, grid: Place, wraps: tuple[bool, ...]) -> set[Place]:
-    """The places next to a place."""
+    """The coordinates of the neighbours of a place."""
     neighbours: set[Place] = set()
     for d, (size, wrap) in enumerate(zip(grid, wraps, strict=True)):
         for at in (place[d] - 1, place[d] + 1):
@@ -115,8 +116,8 @@ def _beside(place: Place, grid: Place, wraps: tuple[bool, ...]) -> set[Place]:
 
 
 def _nearest(members: set[Place], grid: Place, wraps: tuple[bool, ...]) -> float:
-    """Links of a member of a group none of whose members are next to each other: as many as there are nearest ones,
-    each shared with those in between.
+    """The links of a member of a group without neighbours: as many as there are nearest members, each shared with the
+    devices in between.
     """
     first, *others = sorted(members)
     distances = [

@@ -4,7 +4,6 @@ It knows neither graphs nor meshes.
 
 from passes.inter_op import partitions
 from passes.inter_op.choices import Candidate, LowerBound, Partition, Submesh, submeshes
-from passes.inter_op.even_cuts import even
 from passes.inter_op.makespan import NamedSchedule
 from passes.inter_op.schedule_registry import SCHEDULES, build, is_chunked, register, splits_backward
 from passes.inter_op.schedules import Schedule, Task
@@ -23,7 +22,6 @@ __all__ = [
     "Timeline",
     "Transfer",
     "build",
-    "even",
     "is_chunked",
     "partitions",
     "peaks",

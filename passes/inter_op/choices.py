@@ -41,13 +41,13 @@ class Submesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(StageCost):
-    """The cost of a possible stage; `key` is the caller's, and comes back untouched."""
+    """The cost of a possible stage; `key` belongs to the caller, and is returned as it was given."""
 
     key: object = None
 
     @classmethod
     def together(cls, costs: Sequence[tuple[StageCost, int]], key: object) -> Self:
-        """The cost of one stage of so many blocks of each of these costs."""
+        """The cost of one stage made of n blocks of each cost, for every pair (cost, n) in `costs`."""
         return cls(
             forward_seconds=math.fsum(n * c.forward_seconds for c, n in costs),
             backward_seconds=math.fsum(n * c.backward_seconds for c, n in costs),
@@ -61,8 +61,8 @@ class Candidate(StageCost):
 
 
 class LowerBound(NamedTuple):
-    """Lower bounds on the cost of any candidate for a stage: seconds of the forward and backward of a microbatch, these
-    with its share of the end of a step, and bytes of one device.
+    """Lower bounds on the cost of a stage: `seconds` of a microbatch, forward and backward; its `period`, which has the
+    microbatch's share of the end of the step; and `nbytes` of one device.
     """
 
     seconds: float
@@ -76,18 +76,18 @@ class StageTable(Protocol):
     def candidate(
         self, first: int, last: int, submesh: Submesh, microbatches: int, cutoff: float = math.inf
     ) -> Candidate | None:
-        """The cost of layers first..last (`last` excluded) as a stage on a submesh; None if that is impossible.
+        """The cost of layers first..last (`last` excluded) as a stage on a submesh; None where there is no such stage.
 
-        None as well, if that is seen, where its period is `cutoff` seconds or more.
+        None as well where its period is seen to be `cutoff` seconds or more.
         """
         ...
 
     def boundary_nbytes(self, cut: int, microbatches: int) -> int:
-        """Bytes of one microbatch from layer cut - 1 to layer cut; their gradients are as many."""
+        """Bytes that one microbatch sends from layer cut - 1 to layer cut; as many come back as gradients."""
         ...
 
     def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
-        """Seconds to send `nbytes` between groups of devices, which are numbered from the first of any host."""
+        """Seconds to send `nbytes` between two groups of devices, which are numbered from the first of any host."""
         ...
 
 
@@ -134,10 +134,11 @@ class Partition:
 
 
 def submeshes(cluster: Cluster, *, every: bool | None = None) -> tuple[Submesh, ...]:
-    """The shapes that a stage may have, smallest first: parts of a host, then whole hosts.
+    """The submeshes that a stage may have, smallest first: parts of a host, then whole hosts.
 
-    Sizes are `every` one, or divisors and powers of two; by default, every one up to `EVERY_SIZE`. More hosts than
-    `MOST_CUT_HOSTS` are not cut below one host. Raises ClusterError for a cluster of several kinds of hosts.
+    Sizes are `every` one, or else divisors and powers of two; by default every one up to `EVERY_SIZE`. In a cluster of
+    more than `MOST_CUT_HOSTS` hosts no stage has a part of a host. Raises ClusterError for a cluster of several kinds
+    of hosts.
     """
     group = cluster.group()
     parts = _sizes(group.devices_per_host, every) if group.hosts <= MOST_CUT_HOSTS else (group.devices_per_host,)
@@ -155,10 +156,11 @@ def _sizes(whole: int, every: bool | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
-    """The positions of stages on devices; an offset counts free devices from the front, in units that all sizes share.
+    """The positions that stages may have on devices; an offset counts devices from the front, in units that divide all
+    sizes.
 
-    `starts` and `ends` [choices, offsets] are those of a stage placed at an offset; the last offset is past the end.
-    `final` [offsets] says where the last stage may end.
+    `starts` and `ends` [choices, offsets] say where a stage of that choice starts and ends if the devices before an
+    offset are taken; the last offset is past the end. `final` [offsets] says where the last stage may end.
     """
 
     choices: tuple[Submesh, ...]
@@ -174,10 +176,10 @@ class Places:
         return len(self.final) - 2
 
     def adjacent(self, sender: int, receiver: int) -> Iterator[tuple[range, range, slice]]:
-        """The ways in which a stage of one choice is followed by one of another, as devices numbered from a host's
-        first.
+        """Every (senders, receivers, offsets): devices of a stage of one choice and of the next stage of another, from
+        0 in a host.
 
-        With the offsets at which that is so; those at which both cannot be had are left out.
+        The offsets are those where the first of the two stages ends, for which the devices are these.
         """
         behind, ahead, host = self.choices[sender].n_devices, self.choices[receiver].n_devices, self.devices_per_host
         period, outside = host // self.unit, len(self.final) - 1
@@ -193,7 +195,7 @@ class Places:
 
 
 def place(whole: Submesh, choices: Sequence[Submesh], idle: bool) -> Places:
-    """The places of `choices` in `whole`, each as far in front as possible."""
+    """The places of `choices` in `whole`, each as far in front as possible. Raises PlanningError where none fits."""
     host = whole.devices_per_host
     for choice in choices:
         if choice.devices_per_host > host or (choice.hosts > 1 and choice.devices_per_host < host):

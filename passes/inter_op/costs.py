@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +24,13 @@ Entry = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostArrays:
-    """Costs of stages [choices, layers, layers + 1] and boundaries [cuts, choices, choices, offsets]; infinite: none.
+    """Costs of stages [choices, layers, layers + 1] and of boundaries [cuts, choices, choices, offsets]; infinite where
+    there is none.
 
     In the words of `passes.inter_op.partitions`, `forward` is F of a stage, `chain` c, `busy` t and `finish` f;
-    `onward` and `back` are the transfers at a boundary, `there_and_back` both of them, h. `period` is busy + finish /
+    `onward` and `back` are the transfers at a boundary, and `there_and_back` their sum, h. `period` is busy + finish /
     microbatches. `max_in_flight` is the number of microbatches in flight that fit, below 1 where none does;
-    `base_nbytes` are needed without any, `in_flight_nbytes` by each, also where they do not fit.
+    `base_nbytes` are the bytes without any, `in_flight_nbytes` those of each, also where they do not fit.
     """
 
     candidates: Mapping[Entry, Candidate]
@@ -45,19 +47,33 @@ class CostArrays:
     there_and_back: Floats
 
 
+class BoundarySeconds(NamedTuple):
+    """Seconds of the transfers at every cut, forward (`onward`) and backward (`back`).
+
+    Both are [cuts, senders, receivers, offsets]: senders and receivers are submeshes by index, and the offset is where
+    the sender's devices end. Those of stages that cannot stand there are infinite.
+    """
+
+    onward: Floats
+    back: Floats
+
+
 def tabulate(
-    n_layers: int,
-    places: Places,
     candidates: Mapping[Entry, Candidate | None],
-    hops: tuple[Floats, Floats],
+    boundaries: BoundarySeconds,
     microbatches: int,
+    *,
     split: bool,
     dispatch_seconds: float,
     memory_limit: float,
 ) -> CostArrays:
-    """The candidates' costs as arrays, for schedules that run the backward whole or split."""
+    """The candidates' costs as arrays, for schedules that `split` the backward or run it whole.
+
+    A device has `memory_limit` bytes, and is busy for `dispatch_seconds` with each task beside its work.
+    """
     usable = {entry: candidate for entry, candidate in candidates.items() if candidate and _can(candidate, split)}
-    shape = (len(places.choices), n_layers, n_layers + 1)
+    n_cuts, n_choices, *_ = boundaries.onward.shape
+    shape = (n_choices, n_cuts - 1, n_cuts)
     forward, chain, weights, finish, base = (np.full(shape, math.inf) for _ in range(5))
     in_flight = np.zeros(shape)
     for entry, candidate in usable.items():
@@ -87,23 +103,25 @@ def tabulate(
         max_in_flight=max_in_flight,
         base_nbytes=base,
         in_flight_nbytes=in_flight,
-        onward=hops[0],
-        back=hops[1],
-        there_and_back=hops[0] + hops[1],
+        onward=boundaries.onward,
+        back=boundaries.back,
+        there_and_back=boundaries.onward + boundaries.back,
     )
 
 
 def _can(candidate: Candidate, split: bool) -> bool:
-    """Whether a candidate has costs for its backward, whole or split."""
+    """Whether a candidate has the seconds of both halves of its backward, where it is to be `split`."""
     return not split or None not in (candidate.input_gradient_seconds, candidate.weight_gradient_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The search for one number of microbatches and schedules that treat the backward alike (all split it, or none).
+    """The costs and bounds of partitions in one number of microbatches, under schedules that all split the backward or
+    all do not.
 
-    `after_chain` and `after_forward` [choices, cuts, offsets] are least (2) and (3) of what comes after a stage of that
-    choice before a cut, for any number of stages; `least_seconds` and `least_period`, of everything.
+    `after_chain` and `after_forward` [choices, cuts, offsets] are the least that (2) and (3) can come to for the stages
+    after a cut, given the choice before it, for any number of stages. `least_seconds` and `least_period` are those of a
+    whole step.
     """
 
     microbatches: int
@@ -124,10 +142,10 @@ class Problem:
         return in_flight_counts(schedule, n_stages, self.microbatches)
 
     def schedule_groups(self, capacities: Floats) -> dict[tuple[float, ...], dict[int, list[str]]]:
-        """The schedules by number of stages, grouped so that one dynamic program serves each group.
+        """Capacities -> number of stages -> schedules; one dynamic program serves all schedules of a group.
 
-        The room is that of a stage with none to come, one to come, ..., rounded up to one of `capacities`, if there
-        is one.
+        Capacities are the microbatches in flight of a stage with 0, 1, ... stages after it, each rounded up to one of
+        the given `capacities`, if there is one.
         """
         profiles: list[tuple[tuple[float, ...], str]] = []
         for n_stages in reversed(self.numbers):
@@ -165,7 +183,7 @@ def with_bounds(
 
 
 def entries(n_layers: int, places: Places, numbers: Sequence[int]) -> Iterator[Entry]:
-    """The entries of the table that some partition into one of these `numbers` of stages may use."""
+    """The entries of the table that some partition into one of these `numbers` of stages may have."""
     smallest = min(choice.n_devices for choice in places.choices)
     most_stages, fewest_stages = max(numbers, default=0), min(numbers, default=0)
     for index, choice in enumerate(places.choices):
@@ -177,11 +195,8 @@ def entries(n_layers: int, places: Places, numbers: Sequence[int]) -> Iterator[E
                     yield index, first, last
 
 
-def boundaries(n_layers: int, places: Places, table: StageTable, microbatches: int) -> tuple[Floats, Floats]:
-    """Seconds of forward and of backward transfers at each cut, both [cuts, senders, receivers, offsets].
-
-    The offset is where the sender ends; those of stages that cannot stand there are infinite.
-    """
+def boundary_seconds(n_layers: int, places: Places, table: StageTable, microbatches: int) -> BoundarySeconds:
+    """Seconds of a microbatch's transfers at every cut, by the bytes that the table has for it."""
     shape = (n_layers + 1, len(places.choices), len(places.choices), len(places.final))
     onward, back = np.zeros(shape), np.zeros(shape)
     onward[1:n_layers] = back[1:n_layers] = math.inf
@@ -192,13 +207,15 @@ def boundaries(n_layers: int, places: Places, table: StageTable, microbatches: i
             at = np.s_[1:n_layers, sender, receiver, offsets]
             onward[at] = np.array([seconds(senders, receivers, size) for size in nbytes])[:, None]
             back[at] = np.array([seconds(receivers, senders, size) for size in nbytes])[:, None]
-    return onward, back
+    return BoundarySeconds(onward, back)
 
 
 def _relax(local: Floats, latency: Floats, hops: Floats, places: Places) -> tuple[Floats, float]:
-    """The least over all stages to come, of the greatest `latency` and `hops` up to a stage plus its `local` cost.
+    """(least seconds after each cut [choices, cuts, offsets], least seconds of a whole step): lower bounds for any
+    number of stages.
 
-    After a cut: from the end of a stage of that choice before it [choices, cuts, offsets].
+    The seconds of a partition are the greatest, over its stages, of the `latency` and `hops` before a stage plus its
+    `local` cost.
     """
     n_choices, n_layers, _ = local.shape
     remaining = np.full((n_choices, n_layers + 1, len(places.final)), math.inf)
@@ -220,7 +237,7 @@ FORMULAS = frozenset(("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1"))
 
 @cache
 def in_flight_counts(schedule: str, n_stages: int, microbatches: int) -> tuple[int, ...]:
-    """The number of microbatches in flight on each stage [stages], by formula where there is one."""
+    """The number of microbatches in flight on each stage [stages], by a formula for the schedules of `FORMULAS`."""
     remaining = range(n_stages, 0, -1)
     match schedule:
         case "gpipe":

@@ -23,9 +23,10 @@ from passes.inter_op.costs import Entry, Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The stages that begin with one layer, sorted by choice: of each its choice, the layer after its last, its value.
+    """The stages that begin with one layer, sorted by choice: the choice of each, the layer after its last, and its
+    value.
 
-    Choices of which there is a stage are `present`; the stages of `present[i]` stand from `begins[i]` on.
+    `present` are the choices that occur, and the stages of `present[i]` stand from `begins[i]` on.
     """
 
     choices: NDArray[np.intp]
@@ -55,15 +56,16 @@ def _row(values: Floats) -> Row:
 
 
 def _cut(choices: NDArray[np.intp], lasts: NDArray[np.intp], values: Floats) -> Row:
-    """The row of the listed stages, which are in order of their choices."""
+    """The row of these stages of a row, which are in order of their choices."""
     begins = np.flatnonzero(np.concatenate(([True], choices[1:] != choices[:-1]))[: len(choices)])
     return Row(choices=choices, lasts=lasts, values=values, present=choices[begins], begins=begins)
 
 
 def prune(values: Floats, hops: Floats, places: Places, budget: float) -> tuple[Floats, Floats]:
-    """The values of stages that some partition within the budget may have, and a ceiling for those that follow a cut.
+    """The values of stages that some partition within the budget may have, and a ceiling [cuts, offsets].
 
-    The ceiling [cuts, offsets] is what stages from there on may come to: what the budget leaves, -inf for nothing.
+    The ceiling is the most that the stages after a cut may come to: what the budget leaves, or -inf where it leaves
+    nothing.
     """
     between = hops.min((1, 2, 3))
     before_cut = _before(values, between, places)
@@ -85,10 +87,10 @@ def prune(values: Floats, hops: Floats, places: Places, budget: float) -> tuple[
 
 
 def bounds_with(periods: Floats, latencies: Floats, places: Places) -> Floats:
-    """A lower bound on the step of every partition that has a given stage [choices, layers, layers + 1].
+    """A lower bound in seconds on every partition that has a given stage [choices, layers, layers + 1].
 
-    `periods` are the least seconds of all microbatches on each stage, `latencies` those of one: bound (2) of
-    `passes.inter_op.partitions` without transfers, or (3).
+    `periods` are the least seconds of all microbatches on each stage, `latencies` those of one microbatch: bound (2) of
+    `passes.inter_op.partitions` without transfers, or bound (3).
     """
     none = np.zeros(periods.shape[2])
     sums, slowest = _before(latencies, none, places), _before(periods, none, places, np.maximum)
@@ -108,9 +110,9 @@ def bounds_with(periods: Floats, latencies: Floats, places: Places) -> Floats:
 
 
 def _before(values: Floats, between: Floats, places: Places, combine: np.ufunc = np.add) -> Floats:
-    """The least sum of the stages before each cut that end at an offset or earlier, with the `between` of each cut.
+    """The least sum, or other combination, of the stages before each cut and the `between` of each cut [cuts, offsets].
 
-    Or their least other combination; infinite where no stages do [cuts, offsets].
+    Those stages end at the offset or earlier; where there are none, it is infinite.
     """
     n_layers, outside = values.shape[1], len(places.final) - 1
     earliest = np.minimum.accumulate(places.ends[:, ::-1], axis=1)[:, ::-1]
@@ -161,13 +163,13 @@ def levels(
 
 
 def _band(flags: NDArray[np.bool_]) -> slice:
-    """The range from the first true flag to the last."""
+    """The range [first, last) that spans all true flags."""
     holds = np.flatnonzero(flags)
     return slice(int(holds[0]), int(holds[-1]) + 1) if len(holds) else slice(0, 0)
 
 
 def _onward(level: Floats, hops: Floats, places: Places) -> Floats:
-    """The least of a table and the hop into it after a stage [choices, cuts, offsets], by the offset of that stage."""
+    """The least of a table and the hop into it, after a stage of each choice [choices, cuts, offsets]."""
     onward = np.full_like(level, math.inf)
     reached: NDArray[np.bool_] = level.min(2) < math.inf
     offsets: NDArray[np.bool_] = level.min(0) < math.inf

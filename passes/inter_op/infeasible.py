@@ -32,7 +32,7 @@ def infeasible_error(problems: Sequence[Problem], places: Places, memory_limit: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Closest:
-    """A partition that does not fit: its `largest` stage needs so many bytes with so many microbatches `in_flight`."""
+    """A partition that does not fit: its `largest` stage needs `nbytes` with `in_flight` microbatches in flight."""
 
     problem: Problem
     schedule: str
@@ -52,7 +52,7 @@ class _Closest:
 
 
 def _of_least_memory(problem: Problem, places: Places) -> Iterator[_Closest]:
-    """The partition of least memory for each schedule and number of stages that there may be."""
+    """The partition of least memory under each schedule with each number of stages."""
     costs = problem.costs
     for counts, names in problem.schedule_groups(np.arange(0.0)).items():
         needs = {level: _needed(costs, in_flight) for level, in_flight in enumerate(counts, 1)}
@@ -74,5 +74,5 @@ def _of_least_memory(problem: Problem, places: Places) -> Iterator[_Closest]:
 
 
 def _needed(costs: CostArrays, in_flight: float) -> Stages:
-    """The bytes of every stage with so many microbatches in flight."""
+    """The bytes of every stage [choices, layers, layers + 1] with this many microbatches in flight."""
     return Stages.of(costs.base_nbytes + in_flight * costs.in_flight_nbytes)

@@ -1,7 +1,7 @@
-"""The seconds and peak bytes of a schedule without its timeline, for searches that compare very many.
+"""The seconds and peak bytes of a schedule without a timeline, for searches that compare thousands of partitions.
 
-Tasks are numbers here: which results each needs, which it makes, and whose seconds it takes. Of each task apart,
-`passes.inter_op.simulator` says the same.
+Tasks are numbers here: which results a task needs, which it makes, and whose seconds it takes. The results are those of
+`passes.inter_op.simulator`, which also says when each task runs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Integers = NDArray[np.int64]
 
 _KINDS: tuple[Kind, ...] = tuple(LETTERS)
 _KEPT = 4
-"""Schedules that are kept as numbers: a search asks again for those of the shape that it is at, under each name."""
+"""Schedules kept as numbers: a search asks for those of one shape, under each name, again and again."""
 
 _ROUNDS = 4
-"""Rounds of an interleaved schedule that have all that may be in flight: two warm up, and the others are alike."""
+"""Rounds after which an interleaved schedule has had the most in flight: two warm up, and all others are alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class TaskNumbers:
         )
 
     def in_flight(self, each: Sequence[int]) -> list[int]:
-        """The most that is in flight on each group, as `schedules.in_flight` has it for `each` [stages]."""
+        """The most in flight on each group [groups], as `schedules.in_flight` computes it with `each` [stages]."""
         nbytes = np.array(each, dtype=np.int64)
         pairs = zip(self.stages, self.live, strict=True)
         return [max(0, int(np.cumsum(nbytes[stages] * live).max())) for stages, live in pairs]
@@ -73,7 +73,7 @@ class TaskNumbers:
         dispatch_seconds: float = 0.0,
         overlap: float = 1.0,
     ) -> float:
-        """Seconds of the step, as `simulate` has them."""
+        """Seconds of the step, as `simulate` computes them."""
         groups, n_stages = range(len(self.tasks)), self.n_stages
         hops = hops_of(transfers if len(groups) > 1 else (), n_stages)
         spent = [dispatch_seconds + cost.seconds(k) if k in self.kinds else 0.0 for k in _KINDS for cost in costs]
@@ -109,7 +109,9 @@ class TaskNumbers:
 
 @dataclass(frozen=True, slots=True)
 class NamedSchedule:
-    """The schedule of that name, which is built as late as it can be: most are ruled out by what is in flight."""
+    """A schedule by its name and sizes; its tasks are listed only when they are needed, as most are ruled out by what
+    is in flight.
+    """
 
     name: str
     n_stages: int
@@ -117,7 +119,7 @@ class NamedSchedule:
     chunks: int = 1
 
     def in_flight(self, each: Sequence[int]) -> list[int]:
-        """The most that is in flight on each group, as `schedules.in_flight` has it for `each` [stages]."""
+        """The most in flight on each group [groups], as `schedules.in_flight` computes it with `each` [stages]."""
         if self.chunks == 1 and self.name in FORMULAS:
             counts = in_flight_counts(self.name, self.n_stages, self.microbatches)
             return [count * size for count, size in zip(counts, each, strict=True)]
@@ -133,11 +135,11 @@ class NamedSchedule:
         dispatch_seconds: float = 0.0,
         overlap: float = 1.0,
     ) -> float:
-        """Seconds of the step, as `simulate` has them."""
+        """Seconds of the step, as `simulate` computes them."""
         return self._numbers(self.microbatches).seconds(costs, transfers, dispatch_seconds, overlap)
 
     def peak_nbytes(self, costs: Sequence[StageCost]) -> int:
-        """Peak bytes of the device that needs most, as the timeline has them."""
+        """Peak bytes of the device that needs the most, as the timeline has them."""
         each = self.in_flight([cost.in_flight_nbytes for cost in costs])
         return max(sum(causes.values()) for causes in peaks_of(each, costs))
 
@@ -147,7 +149,7 @@ class NamedSchedule:
 
 @lru_cache(_KEPT)
 def _built(builder: Builder, name: str, stages: int, microbatches: int, chunks: int) -> TaskNumbers:
-    """The tasks of a schedule as numbers; the `builder` is what that name stands for."""
+    """The tasks of a schedule as numbers; `builder` is the function under that name, and part of the cache's key."""
     del builder
     return TaskNumbers.of(build(name, stages, microbatches, chunks))
 

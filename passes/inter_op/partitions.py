@@ -33,8 +33,7 @@ from itertools import product
 
 from passes.errors import PlanningError, explain
 from passes.inter_op.choices import Partition, Places, StageTable, Submesh, place
-from passes.inter_op.costs import Problem, boundaries, entries, tabulate, with_bounds
-from passes.inter_op.even_cuts import check_stages
+from passes.inter_op.costs import Problem, boundary_seconds, entries, tabulate, with_bounds
 from passes.inter_op.infeasible import infeasible_error
 from passes.inter_op.requests import LowerBoundOf, Prefetch, Requests
 from passes.inter_op.schedule_registry import is_chunked, splits_backward
@@ -48,11 +47,12 @@ small problems optimal and leaves large ones a bound. `python -m benchmarks.sett
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The partitions that a search chooses from: stages of so many layers, on devices of one kind.
+    """The partitions that a search chooses from: stages made of `n_layers` layers, on devices of one kind.
 
-    Stages take devices of `whole`, which starts a host, in shapes of `choices`; some may stay `idle`. `n_stages` are
-    the numbers of stages allowed, by default all. A device has `memory_limit` bytes; it is busy for `dispatch_seconds`
-    with each task beside its work, and computes during the part `overlap` of what it sends.
+    Stages take devices of `whole`, which begins at the start of a host, in the shapes of `choices`; with `idle`, some
+    devices may stay unused. `n_stages` are the numbers of stages allowed, by default all. A device has `memory_limit`
+    bytes; each task takes `dispatch_seconds` more than its work, and a device computes during the share `overlap` of
+    what it sends.
     """
 
     n_layers: int
@@ -71,7 +71,9 @@ class Space:
         return place(self.whole, self.choices, self.idle)
 
     def stage_counts(self) -> tuple[int, ...]:
-        """The numbers of stages to try. Raises PlanningError for numbers that make no sense, and chunked schedules."""
+        """The numbers of stages to try. Raises PlanningError for numbers below 1 or too many stages, and for chunked
+        schedules.
+        """
         for m in self.microbatches or [0]:
             if m < 1:
                 argument = f"microbatches={m}" if self.microbatches else "microbatches=()"
@@ -82,7 +84,14 @@ class Space:
             if is_chunked(name):
                 rule = "puts several stages on a device group, and the search gives each its own"
                 raise PlanningError(explain(f"schedule {name!r}", rule, "", "try '1f1b', or plan it by hand"))
-        return check_stages(self.n_layers, range(1, self.n_layers + 1) if self.n_stages is None else self.n_stages)
+        numbers = range(1, self.n_layers + 1) if self.n_stages is None else self.n_stages
+        for number in numbers or [0]:
+            if not 1 <= number <= self.n_layers:
+                rule = f"each needs a layer, and there are {self.n_layers}"
+                rule = rule if number > 0 else "a plan has at least 1 stage"
+                remedy = f"ask for {self.n_layers} or fewer" if self.n_layers > 1 else "ask for 1"
+                raise PlanningError(explain(f"n_stages={number}", rule, "", remedy))
+        return tuple(sorted(set(numbers)))
 
     def by_backward(self) -> dict[bool, tuple[str, ...]]:
         """The schedules that run a backward whole (False), and those that split it (True)."""
@@ -99,12 +108,12 @@ def partition(
     most_extended: int = MOST_EXTENDED,
     context: SearchContext | None = None,
 ) -> Partition | None:
-    """The partition with the shortest simulated step, None if that is not below the cutoff of the `context`.
+    """The partition with the shortest simulated step; None if that is not below the cutoff of the `context`.
 
     `table` has the costs of stages. `lower_bound` bounds the cost of any of them; without it every entry is requested.
-    `prefetch` is called with the entries that are requested next, and the seconds that a step must stay below. The last
-    part of the search extends `most_extended` partial partitions at most. Raises PlanningError for numbers that make no
-    sense, for chunked schedules, and where no partition fits in memory.
+    `prefetch` is called with the entries that are requested next, and the seconds that a step must stay below. The
+    branch and bound at the end extends at most `most_extended` partial partitions. Raises PlanningError for a space
+    without partitions, for chunked schedules, and where no partition fits in memory.
     """
     context = context or SearchContext()
     places = space.places()
@@ -113,7 +122,7 @@ def partition(
     incumbent = Incumbent(
         places=places, dispatch_seconds=space.dispatch_seconds, overlap=space.overlap, seconds=context.cutoff
     )
-    hops = {m: boundaries(space.n_layers, places, table, m) for m in dict.fromkeys(space.microbatches)}
+    hops = {m: boundary_seconds(space.n_layers, places, table, m) for m in dict.fromkeys(space.microbatches)}
     requests = Requests(
         places=places,
         table=table,
@@ -127,17 +136,15 @@ def partition(
     )
 
     def problems_so_far() -> Iterator[Problem]:
-        """The problems of what is known: of each number of microbatches, with the backward in one or in halves."""
+        """The problems of the costs known so far, for each number of microbatches with the backward whole or split."""
         for m, (split, names) in product(hops, kinds.items()):
             costs = tabulate(
-                space.n_layers,
-                places,
                 requests.known[m],
                 hops[m],
                 m,
-                split,
-                space.dispatch_seconds,
-                space.memory_limit,
+                split=split,
+                dispatch_seconds=space.dispatch_seconds,
+                memory_limit=space.memory_limit,
             )
             yield with_bounds(places, costs, m, names, numbers)
 

@@ -1,7 +1,8 @@
-"""The entries of a table of stage costs, requested in rounds: a cost takes a solve, its lower bound hardly anything.
+"""The entries of a table of stage costs, requested in rounds: a cost takes a solve, its lower bound takes hardly any
+time.
 
-A round requests those that some partition with a low bound may use; no more are once no partition with another entry
-can beat the best that is known. The cost of an entry takes the place of its bound in later rounds.
+A round requests the entries that some partition with a low bound may have, until no partition with another entry can
+beat the best one known. Once the cost of an entry is known, it replaces the entry's bound.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ Prefetch = Callable[[Sequence[tuple[int, int, Submesh, int]], float], None]
 
 _WIDER = 1.02
 """Entries whose bounds lie within this factor of the lowest are requested together: one at a time would leave other
-processes idle, and entries far above it may never be asked for."""
+processes idle, and all at once would price entries that are never needed.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Requests:
-    """The entries requested from a table so far, `known` by number of microbatches; None where there is no such stage.
+    """The entries requested from a table so far: `known` maps a number of microbatches to them, None for no such stage.
 
-    All of a backward is in the chain of its stage if `chained`.
+    `chained`: the whole backward of a stage belongs to its chain, as no schedule splits it.
     """
 
     places: Places
@@ -43,7 +45,7 @@ class Requests:
     known: dict[int, dict[Entry, Candidate | None]]
 
     def ask(self, seconds: float) -> bool:
-        """Whether further entries were requested: those that a partition of less than `seconds` may need."""
+        """Requests the entries that a partition of less than `seconds` may need next; False if there are none."""
         bounds = {m: self._bounds(m) for m in self.known}
         missing = [(m, e, float(bounds[m][e])) for m in bounds for e in self.entries if e not in self.known[m]]
         lowest = min((bound for _, _, bound in missing), default=math.inf)

@@ -34,7 +34,7 @@ Kind = Literal["forward", "backward", "input_gradient", "weight_gradient"]
 """The work of a task; `backward` is both gradients at once, the other two are its halves."""
 
 LETTERS: Mapping[Kind, str] = {"forward": "F", "backward": "B", "input_gradient": "B", "weight_gradient": "W"}
-"""The letter of each kind in drawings; a B is what the stage before waits for, whether or not it is whole."""
+"""The letter of each kind in drawings; a B is the backward that the stage before waits for, whole or half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +77,10 @@ class Schedule:
         return stage % len(self.groups)
 
     def verify(self) -> None:
-        """Raises PlanningError unless the schedule is complete, in its place, and comes to an end.
+        """Raises PlanningError unless the schedule is complete, every task is on its group, and no task waits forever.
 
-        Complete: every stage has for every microbatch its forward and its backward, or both halves of it, exactly
-        once. What comes to an end has kept the order, too: no task ran before those whose results it needs.
+        Complete: every stage has for every microbatch its forward and its backward, or both halves of it, exactly once.
+        A schedule that ends has its tasks in a right order: none ran before those whose results it needs.
         """
         if not self.groups or min(self.n_stages, self.microbatches) < 1 or self.n_stages % len(self.groups):
             groups = count(len(self.groups), "device group")
@@ -185,10 +185,10 @@ def play(
 
 
 def in_flight(schedule: Schedule, each: Sequence[int] = ()) -> tuple[int, ...]:
-    """The largest number of (stage, microbatch) pairs in flight on each group: forwards whose gradient is still to
-    come.
+    """The largest number of (stage, microbatch) pairs in flight on each group [groups].
 
-    A pair counts from its forward to its backward, or to its weight gradient; for `each` [stages] of its stage, or 1.
+    A pair counts from its forward to its backward, or to its weight gradient, as `each` [stages] of its stage, by
+    default 1.
     """
     weights = each or (1,) * schedule.n_stages
     return tuple(_peak(tasks, weights) for tasks in schedule.groups)

@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import count, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,13 +26,15 @@ from passes.inter_op.schedule_registry import build
 from passes.inter_op.simulator import Timeline, Transfer, simulate
 
 STEP = 1.1
-"""Periods within this factor share one lower bound of the step: a bound takes a dynamic program of its own, and is
-lower by at most this factor. It changes the work, never the answer's proof."""
+"""Periods within this factor share one lower bound of the step: each bound takes a dynamic program of its own, and is
+lower by at most this factor. It changes the work, never what is proven.
+"""
 
 EPSILON = 0.02
 """The share by which neighbouring periods differ in the search by period: what is found is at most that far from the
-least of (1). Simulated, it may be further from the best of one schedule; the `bound` of the result says how far at
-most. `python -m benchmarks.settings` shows what half and double of it find."""
+least of (1). The best of the simulation may be further away; the `bound` of the result says how far at most. `python -m
+benchmarks.settings` shows what half and double of it find.
+"""
 
 CLOSE = 1 - 1e-12
 """The factor below which seconds count as better: bounds and simulations add in different orders."""
@@ -56,8 +59,9 @@ class Incumbent:
     expanded: int = 0
 
     def consider(self, problem: Problem, schedule: str, stages: tuple[Entry, ...]) -> None:
-        """Simulates a partition unless it is known, does not fit in memory, or bounds (2) and (3) show it to be no
-        better.
+        """Simulates a partition, and keeps it if it is the fastest so far.
+
+        Skips one that is known, that does not fit in memory, or that bounds (2) and (3) show to be no better.
         """
         key = (problem.microbatches, schedule, stages)
         counts = problem.counts(schedule, len(stages))
@@ -112,7 +116,9 @@ class Incumbent:
 
 
 def _hops(places: Places, stages: Sequence[Entry]) -> list[tuple[int, int, int, int]]:
-    """Every boundary of a partition: its cut, sender, receiver, and the offset where the sender ends."""
+    """Every boundary of a partition, as an index of boundary arrays: its cut, sender, receiver, and the offset where
+    the sender ends.
+    """
     hops: list[tuple[int, int, int, int]] = []
     offset = 0
     for (sender, *_), (receiver, first, _) in pairwise(stages):
@@ -122,7 +128,7 @@ def _hops(places: Places, stages: Sequence[Entry]) -> list[tuple[int, int, int, 
 
 
 def _least(problem: Problem, places: Places, stages: Sequence[Entry]) -> float:
-    """The lower bounds (2) and (3) of a partition, the greater of them."""
+    """The greater of the lower bounds (2) and (3) of a partition, in seconds."""
     costs, m = problem.costs, problem.microbatches
     chain = forward = bound = 0.0
     for hop, entry in zip((None, *_hops(places, stages)), stages, strict=True):
@@ -203,9 +209,24 @@ def _program(
     return slowest
 
 
-Node = tuple[float, int, Problem, str, int, tuple[Entry, ...], int, float, float, float]
-"""A partial partition: its lower bound, a number that breaks ties, the problem, the schedule and the number of stages
-aimed at, the first stages, where their devices end, their chain and forward latencies, and their share of the bound."""
+class PartialPartition(NamedTuple):
+    """The first stages of a partition into `n_stages`, which end at device `offset` of those that are in use.
+
+    `bound` is a lower bound on the step of every partition that begins so, the first field since the search takes the
+    least of them; `number` breaks ties. `chain_seconds` and `forward_seconds` are the sums over j in (2) and (3) of
+    `passes.inter_op.partitions`, and `stages_bound` is the part of the bound that these stages alone give.
+    """
+
+    bound: float
+    number: int
+    problem: Problem
+    schedule: str
+    n_stages: int
+    stages: tuple[Entry, ...] = ()
+    offset: int = 0
+    chain_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    stages_bound: float = 0.0
 
 
 def branch_and_bound(problems: Sequence[Problem], incumbent: Incumbent, limit: int) -> float:
@@ -214,28 +235,28 @@ def branch_and_bound(problems: Sequence[Problem], incumbent: Incumbent, limit: i
     Goes through partial partitions in the order of their lower bounds, until none is left that may be better, or
     `limit` of them were extended.
     """
-    nodes: list[Node] = []
-    for problem in problems:
-        for schedule in problem.schedules:
-            for n_stages in problem.numbers:
-                nodes.append((problem.least_seconds, len(nodes), problem, schedule, n_stages, (), 0, 0.0, 0.0, 0.0))
-    heapq.heapify(nodes)
-    created = len(nodes)
-    while nodes and nodes[0][0] < incumbent.seconds * CLOSE and incumbent.expanded < limit:
-        node = heapq.heappop(nodes)
+    numbers = count()
+    queue = [
+        PartialPartition(problem.least_seconds, next(numbers), problem, schedule, n_stages)
+        for problem in problems
+        for schedule in problem.schedules
+        for n_stages in problem.numbers
+    ]
+    heapq.heapify(queue)
+    while queue and queue[0].bound < incumbent.seconds * CLOSE and incumbent.expanded < limit:
+        partial = heapq.heappop(queue)
         incumbent.expanded += 1
-        if len(node[5]) == node[4]:
-            incumbent.consider(node[2], node[3], node[5])
+        if len(partial.stages) == partial.n_stages:
+            incumbent.consider(partial.problem, partial.schedule, partial.stages)
             continue
-        for child in _extended(node, incumbent):
-            created += 1
-            heapq.heappush(nodes, (child[0], created, *child[2:]))
-    return min(nodes[0][0], incumbent.seconds) if nodes else incumbent.seconds
+        for extended in _extended(partial, incumbent, numbers):
+            heapq.heappush(queue, extended)
+    return min(queue[0].bound, incumbent.seconds) if queue else incumbent.seconds
 
 
-def _extended(node: Node, incumbent: Incumbent) -> Iterator[Node]:
+def _extended(partial: PartialPartition, incumbent: Incumbent, numbers: Iterator[int]) -> Iterator[PartialPartition]:
     """The partial partitions with one stage more that may still beat the best."""
-    _, _, problem, schedule, n_stages, stages, offset, chain, forward, bound = node
+    _, _, problem, schedule, n_stages, stages, offset, chain, forward, bound = partial
     costs, m, places, n_layers = problem.costs, problem.microbatches, incumbent.places, problem.n_layers
     needed = problem.counts(schedule, n_stages)[len(stages)]
     remaining = n_stages - len(stages) - 1
@@ -247,13 +268,22 @@ def _extended(node: Node, incumbent: Incumbent) -> Iterator[Node]:
         start = chain + (costs.there_and_back[first, sender, choice, offset] if stages else 0.0)
         ready = forward + (costs.onward[first, sender, choice, offset] if stages else 0.0)
         finish = costs.finish[stages[0]] if stages else costs.finish[row]
-        owns = np.maximum(start + m * costs.chain[row] + finish, ready + m * costs.busy[row] + costs.finish[row])
-        owns = np.maximum(owns, bound)
+        of_stages = np.maximum(start + m * costs.chain[row] + finish, ready + m * costs.busy[row] + costs.finish[row])
+        of_stages = np.maximum(of_stages, bound)
         chains, forwards = start + costs.chain[row], ready + costs.forward[row]
         onward = chains + problem.after_chain[choice, lasts, end] + finish
-        bounds = np.maximum(np.maximum(owns, onward), forwards + problem.after_forward[choice, lasts, end])
+        bounds = np.maximum(np.maximum(of_stages, onward), forwards + problem.after_forward[choice, lasts, end])
         better = bounds < incumbent.seconds * CLOSE
         for index in np.flatnonzero(better & (costs.max_in_flight[row] >= needed)).tolist():
-            entry = (choice, first, lasts.start + index)
-            sums = (float(chains[index]), float(forwards[index]), float(owns[index]))
-            yield float(bounds[index]), 0, problem, schedule, n_stages, (*stages, entry), end, *sums
+            yield PartialPartition(
+                bound=float(bounds[index]),
+                number=next(numbers),
+                problem=problem,
+                schedule=schedule,
+                n_stages=n_stages,
+                stages=(*stages, (choice, first, lasts.start + index)),
+                offset=end,
+                chain_seconds=float(chains[index]),
+                forward_seconds=float(forwards[index]),
+                stages_bound=float(of_stages[index]),
+            )

@@ -19,9 +19,10 @@ MICROSECONDS = 1e6
 class StageCost:
     """The cost of one stage: seconds of each kind of task for one microbatch, and bytes of one device.
 
-    `finish_seconds` are spent once a step when all is done: reduced gradients, applied updates. `in_flight_nbytes` are
-    kept of every microbatch from its forward to its backward or weight gradient, `persistent_nbytes` all the time.
-    `working_nbytes` are needed while a task runs, `finish_nbytes` at the end of a step, when nothing is in flight.
+    `finish_seconds` are spent once a step when all microbatches are done, on reducing gradients and applying updates.
+    `in_flight_nbytes` are kept for every microbatch from its forward to its backward or weight gradient,
+    `persistent_nbytes` all the time. `working_nbytes` are needed while a task runs, `finish_nbytes` at the end of a
+    step, when nothing is in flight.
     """
 
     forward_seconds: float
@@ -36,7 +37,7 @@ class StageCost:
 
     @classmethod
     def split(cls, forward_seconds: float, input_gradient_seconds: float, weight_gradient_seconds: float) -> Self:
-        """The cost of a stage whose backward takes as long as both its halves."""
+        """The cost of a stage whose backward takes as long as its two halves together."""
         return cls(
             forward_seconds=forward_seconds,
             backward_seconds=input_gradient_seconds + weight_gradient_seconds,
@@ -49,7 +50,7 @@ class StageCost:
         return self.persistent_nbytes + self.working_nbytes + microbatches * self.in_flight_nbytes
 
     def period(self, microbatches: int) -> float:
-        """Seconds of one of so many microbatches, with its share of the end of a step."""
+        """Seconds of one of `microbatches` microbatches, with its share of the end of a step."""
         return self.forward_seconds + self.backward_seconds + self.finish_seconds / microbatches
 
     def seconds(self, kind: Kind) -> float:
@@ -187,12 +188,12 @@ def simulate(
     dispatch_seconds: float = 0.0,
     overlap: float = 1.0,
 ) -> Timeline:
-    """The timeline of a schedule whose stages [stages] and boundaries [stages - 1] cost that much.
+    """The timeline of a schedule with these costs of stages [stages] and of transfers between them [stages - 1].
 
-    Every task takes `dispatch_seconds` more. Transfers, none by default, delay the stage that receives; the one that
-    sends waits for them too, but for the part `overlap`. Stages of one group need no transfer.
+    Every task takes `dispatch_seconds` more. A transfer delays the stage that receives, and the one that sends but for
+    the share `overlap`; without `transfers` they take no time. Stages of one group need none.
 
-    Raises PlanningError for a schedule that does not come to an end, InternalError for costs that are not its own.
+    Raises PlanningError for a schedule that does not end, InternalError for costs that do not fit the schedule.
     """
     if len(stages) != schedule.n_stages or len(transfers) not in (0, schedule.n_stages - 1):
         raise InternalError(f"{len(stages)} stage costs and {len(transfers)} transfers for {schedule}")
@@ -230,7 +231,7 @@ def peaks(schedule: Schedule, stages: Sequence[StageCost]) -> tuple[dict[str, in
 
 
 def peaks_of(saved: Sequence[int], stages: Sequence[StageCost]) -> tuple[dict[str, int], ...]:
-    """The peak bytes of `peaks`, of stages whose microbatches in flight save so many bytes on each group [groups]."""
+    """The peak bytes of `peaks` for stages whose microbatches in flight keep `saved` bytes on each group [groups]."""
     by_cause: list[dict[str, int]] = []
     for group, saved_nbytes in enumerate(saved):
         stages_of_group = stages[group :: len(saved)]

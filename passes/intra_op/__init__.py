@@ -1,5 +1,5 @@
-"""One program on one mesh, or on the best of several: the sharding problem, memory limits as its rows, and the plan of
-an answer.
+"""The placements of one program: its sharding problem on a mesh, the search over meshes and memory limits, and the
+plan.
 """
 
 from passes.intra_op import computing, extract, pins, restrictions

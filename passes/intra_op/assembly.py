@@ -1,7 +1,7 @@
-"""A sharding problem with what its nodes stand for, and the placements that an answer to it chooses.
+"""A sharding problem with the parts of the program that its nodes stand for, and the layout that an answer chooses.
 
-A graph on a mesh is a subproblem: its operator groups are nodes, its values live at their sites, its loops and branches
-hold subproblems of their own.
+Each graph is a subproblem: its operator groups are nodes of the problem, its values are decided at sites, and its loops
+and branches contain further subproblems.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Specs = tuple[ShardingSpec, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSite:
-    """The site at which a value is decided: a node of the problem, and the value's placement under each of its
-    strategies.
+    """The site of a value: the node of the problem that decides it, and its placement under each strategy of
+    the node.
     """
 
     node: int
@@ -33,9 +33,9 @@ class ValueSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlJoin:
-    """A loop or branch in the problem: a node for every port, a subproblem for every body.
+    """A loop or branch in the problem: a node for every port, and a subproblem for every body.
 
-    `copying` has the seconds, by placement, of the ports whose slices are copied.
+    `copying` has the seconds, by placement, of the ports whose slices the loop copies.
     """
 
     control: Control
@@ -44,7 +44,7 @@ class ControlJoin:
     copying: Mapping[int, Floats]
 
     def copy_seconds(self, choice: Sequence[int]) -> float:
-        """Seconds in which slices are copied out of stacks and into them."""
+        """Seconds in which the loop copies slices out of stacked arrays and into them."""
         return sum(float(seconds[choice[self.ports[port].node]]) for port, seconds in self.copying.items())
 
     def spec_of_use(self, port_use: PortUse, choice: Sequence[int]) -> ShardingSpec:
@@ -55,11 +55,11 @@ class ControlJoin:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Subproblem:
-    """A graph as part of the problem: its operator groups are the nodes from `first` on, and `sites[v]` is the site of
-    value v.
+    """A graph as part of the problem: its operator groups are the nodes from `first` on, and `sites[v]` decides value
+    v.
 
-    `tables[b]` holds the strategies of operator group b, whose seconds count `weight` times; `control_joins` are its
-    loops and branches, by node.
+    `tables[b]` holds the strategies of operator group b, whose seconds count `weight` times, once an iteration;
+    `control_joins` are its loops and branches, by graph node.
     """
 
     number: int
@@ -79,8 +79,8 @@ class Subproblem:
                 yield from body.all()
 
     def compute_seconds(self, choice: Sequence[int]) -> dict[Phase, float]:
-        """Seconds of all operator groups by phase, reshardings apart; what microbatches add up is part of their
-        backward.
+        """Seconds of all operator groups by phase, without reshardings; sums over microbatches are part of the backward
+        pass.
         """
         totals: dict[Phase, float] = {}
         for subproblem in self.all():
@@ -100,7 +100,9 @@ class Subproblem:
         return totals
 
     def assigned(self, choice: Sequence[int]) -> dict[int, Placement]:
-        """The placement of every graph node that belongs to an operator group; equal operator groups share one."""
+        """The placement of every graph node that belongs to an operator group; equal operator groups share
+        one object.
+        """
         placements: dict[int, Placement] = {}
         shared: dict[tuple[int, int], list[Placement]] = {}
         for index, (operator_group, table) in enumerate(zip(self.grouping.operator_groups, self.tables, strict=True)):
@@ -145,17 +147,18 @@ class Subproblem:
         return specs, tuple(placements)
 
     def settled(self, value: int, specs: Mapping[int, ShardingSpec], choice: Sequence[int]) -> ShardingSpec:
-        """The placement in which other nodes find a value: as it is produced, or as it is reduced to."""
+        """The placement in which other nodes find a value: that of its producer, or the one that it is reduced to."""
         site = self.sites.get(self.grouping.roots.get(value, value))
         return site.specs[choice[site.node]] if site else specs[value]
 
     def _passed(
         self, index: int, specs: Mapping[int, ShardingSpec], choice: Sequence[int], assigned: Mapping[int, Placement]
     ) -> tuple[ShardingSpec, ...]:
-        """The placements of a barrier's operands: as they are, or reduced where something beside it reads them so.
+        """The placements of a barrier's operands: as they are, or reduced where a reader beside the barrier needs them
+        so.
 
-        Else what reads them behind it, as recomputation does, would reduce them again; where something there wants
-        the summands, they stay summands.
+        Otherwise a reader behind the barrier, such as recomputation, would reduce them again. Where a reader there
+        takes partial sums, they stay partial.
         """
         node, passed = self.graph.nodes[index], list[ShardingSpec]()
         for value, result in zip(node.inputs, node.outputs, strict=True):
@@ -190,11 +193,12 @@ class Subproblem:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Assembly:
-    """A sharding problem and what its nodes stand for; with `regather`, weights are gathered once a use.
+    """A sharding problem with what its nodes stand for; with `regather`, weights are gathered at every use.
 
-    `groups` are the edge groups by (number of the subproblem, value, whether its readers fetch it for the backward
-    pass). The nodes of `idle` state have every strategy twice: as it is `on_device`, the same problem without that,
-    then with those inputs, by position, in the host's memory between steps.
+    `groups` maps (number of the subproblem, value, whether its readers gather it again for the backward pass) to edge
+    groups. With state that may be offloaded (`idle`, input positions by node), a node has each strategy twice: as in
+    `on_device`, which is the same problem without offloading, and once more with those inputs in the host's memory
+    between steps.
     """
 
     mesh: Mesh
@@ -207,7 +211,7 @@ class Assembly:
     on_device: Assembly | None = None
 
     def placements_of(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The strategies of an answer by their placements alone, wherever state rests."""
+        """The strategies of an answer in the problem without offloading: their placements alone."""
         return tuple(c % self._strategies(node) if node in self.idle else c for node, c in enumerate(choice))
 
     def offloaded(self, choice: Sequence[int]) -> tuple[int, ...]:
@@ -216,12 +220,12 @@ class Assembly:
         return tuple(sorted(position for inputs in away for position in inputs))
 
     def offloading(self, choice: Sequence[int], nodes: Collection[int]) -> tuple[int, ...]:
-        """The placements of an answer with the idle state of these nodes in the host's memory, and no other."""
+        """The answer with the same placements, and the idle state of these nodes alone in the host's memory."""
         placed = self.placements_of(choice)
         return tuple(c + self._strategies(node) if node in nodes else c for node, c in enumerate(placed))
 
     def _strategies(self, node: int) -> int:
-        """The strategies of a node of idle state, however often it has them."""
+        """The number of different placements among the strategies of a node, offloaded or not."""
         return len(self.problem.seconds[node]) // 2
 
     def layout(self, choice: Sequence[int]) -> Layout:
@@ -240,7 +244,7 @@ class Assembly:
 
 
 def stacked(spec: ShardingSpec, port_use: PortUse) -> ShardingSpec:
-    """The placement of a stack, given that of its slices: its first dimension is never cut."""
+    """The placement of a stacked array, given that of its slices: its first dimension is never cut."""
     return replace(spec, dims=((), *spec.dims)) if port_use.stacked else spec
 
 
@@ -252,12 +256,16 @@ def full_target(type: TensorType, spec: ShardingSpec, resharder: Resharder) -> S
 
 
 def finish_seconds(type: TensorType, spec: ShardingSpec, resharder: Resharder, behind: Behind | None) -> float:
-    """The seconds in which a value that leaves the program is made whole of sums, as `full_target` has it."""
+    """The seconds of reducing a value that leaves the program to the placement of `full_target`; 0 if it is not
+    partial.
+    """
     return resharder.cost(type, spec, full_target(type, spec, resharder), behind)
 
 
 def full_placements(type: TensorType, resharder: Resharder) -> list[ShardingSpec]:
-    """Every placement without partial axes whose axes divide, replicated first. Typed keys stay whole."""
+    """Every placement without partial axes whose axes divide the value, replicated first; typed keys are only
+    replicated.
+    """
     seconds = resharder.seconds(type)[0]
     every = resharder.placements(type.rank)
     if type.is_key:

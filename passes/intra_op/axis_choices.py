@@ -1,4 +1,4 @@
-"""Every choice of what each axis of a mesh does in an operator group: cut a class of dimensions, or none."""
+"""Every choice of what the axes of a mesh do in an operator group: each cuts a class of dimensions, or none."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ PARTIAL = -2
 """The class of an axis over which an operator group of linear operators keeps its values partial."""
 
 AxisChoice = tuple[tuple[str, int], ...]
-"""(mesh axis, class) pairs in the order in which axes of one class stand."""
+"""(mesh axis, class) pairs; axes of one class stand in the order in which they cut it."""
 
 
 @lru_cache(maxsize=1024)
 def axis_choices(options: tuple[int, ...], axes: tuple[str, ...]) -> tuple[AxisChoice, ...]:
-    """Every choice that gives each axis an option or none, axes of one class in every order."""
+    """Every choice that gives each axis one of the options or none, with axes of one class in every order."""
     choices: dict[AxisChoice, None] = {}
     for order in itertools.permutations(axes):
         for chosen in itertools.product((None, *options), repeat=len(axes)):

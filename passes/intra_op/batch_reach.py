@@ -1,8 +1,9 @@
-"""The dimensions and operators that the batch reaches, from the step's inputs through operators, loops and branches.
+"""The dimensions and operators that the batch reaches, followed from the step's inputs through operators, loops and
+branches.
 
 Elements along a dimension of an operand go on along a dimension of a result where the operator's sharding rule has one
-factor for both. Factors of an operator group that are identified are one class; the places that the batch reaches are
-dimensions of values, classes, and what ports of loops and branches hold.
+factor for both. Factors of an operator group that are cut together form one class. The places that the batch can reach
+are dimensions of values, classes of factors, and dimensions of the ports of loops and branches.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ Classes = Mapping[int, frozenset[int]]
 
 
 class BatchReach(NamedTuple):
-    """The `classes` of operator groups that the batch reaches, and `values`, as (`Subproblem.number`, value).
+    """The `classes` of operator groups that the batch reaches, and the `values`, as (`Subproblem.number`, value).
 
-    Of operator groups that it does not reach, `aligned` are the classes from which it is reached, and those of its
-    parts inside loops over it.
+    For operator groups that it does not reach, `aligned` are the classes from which the batch is reached, and those of
+    its parts where a loop runs over it.
     """
 
     classes: Classes
@@ -64,11 +65,11 @@ class BatchReach(NamedTuple):
 def batch_reach(
     root: Subproblem, batch: Mapping[int, int], parameters: Collection[int], stored: Collection[int]
 ) -> BatchReach:
-    """The reach of the batch dimension of these inputs through the operators' factors.
+    """The reach of the batch dimension of each of these inputs through the operators' factors.
 
-    What is drawn at random for each row, as the noise that a generator turns into images, is of the batch as well, and
-    so are rows for which a loop draws, and those that are drawn from what is `stored` in the state, as from a memory of
-    transitions.
+    Values drawn at random for each row belong to the batch as well, such as the noise that a generator turns into
+    images; so do rows for which a loop draws, and rows drawn from what is `stored` in the state, such as a replay
+    memory.
     """
     ways = _Ways.through(root)
     weighty = ways.reached(_Dim(root.number, v, d) for v in parameters for d in range(root.graph.types[v].rank))
@@ -94,13 +95,15 @@ def batch_reach(
 
 
 def a_loop_runs_over(root: Subproblem, batch: Mapping[int, int]) -> bool:
-    """Whether a loop takes what these inputs have along these dimensions one after the other."""
+    """Whether a loop runs over a dimension that these inputs, with the dimension of each, reach."""
     reached = _Ways.through(root).reached(_Dim(root.number, value, dim) for value, dim in batch.items())
     return any(True for each in root.all() for _ in _inside_parts(each, reached))
 
 
 def _inside_parts(subproblem: Subproblem, reached: Collection[_Place]) -> Iterator[_Place]:
-    """The first dimension of each part in which a loop runs over the batch: nothing else of it is left to be cut."""
+    """The first dimension of each part of the batch that a loop takes one after the other: only that is left
+    to be cut.
+    """
     number, graph = subproblem.number, subproblem.graph
     for index, control_join in subproblem.control_joins.items():
         for value, use in zip(graph.nodes[index].inputs, control_join.control.operands, strict=True):
@@ -109,7 +112,9 @@ def _inside_parts(subproblem: Subproblem, reached: Collection[_Place]) -> Iterat
 
 
 def _drawn(subproblem: Subproblem, rows: Collection[int] | None = None) -> Iterator[_Dim]:
-    """The rows of the values that are drawn at random, of so many rows; by default of any number."""
+    """The leading dimensions of values that are drawn at random and have one of these numbers of `rows`, by default
+    any.
+    """
     graph = subproblem.graph
     for node, rule in zip(graph.nodes, subproblem.grouping.rules, strict=True):
         if rule.draws:
@@ -119,7 +124,9 @@ def _drawn(subproblem: Subproblem, rows: Collection[int] | None = None) -> Itera
 
 
 def _drawn_from(root: Subproblem, stored: Collection[int], ways: _Ways) -> Iterator[_Place]:
-    """The rows of what lookups take from `stored` inputs, or from what they have become, by indices that are drawn."""
+    """The leading dimensions of what lookups take from `stored` inputs, or from what is made of them, at random
+    indices.
+    """
     drawn = ways.reached(itertools.chain.from_iterable(map(_drawn, root.all())))
     places = {_Dim(root.number, value, 0) for value in stored if root.graph.types[value].rank}
     tables = {place[:2] for place in ways.reached(places) if isinstance(place, _Dim)}
@@ -141,13 +148,13 @@ def _classes_of(places: Iterable[_Place]) -> Classes:
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """The places that elements go on to from each place."""
+    """A graph of places, with an edge to each place at which elements go on."""
 
     onward: dict[_Place, list[_Place]] = field(default_factory=lambda: defaultdict[_Place, list[_Place]](list))
 
     @classmethod
     def through(cls, root: Subproblem) -> _Ways:
-        """The ways from operands to results, where elements stay in their order."""
+        """The edges from operands to results along which elements keep their order."""
         ways = cls()
         ways.add(itertools.chain.from_iterable(map(_carried, root.all())))
         return ways
@@ -157,7 +164,7 @@ class _Ways:
             self.onward[before].append(after)
 
     def back(self) -> _Ways:
-        """The same ways, from results to operands."""
+        """The same edges reversed, from results to operands."""
         ways = _Ways()
         ways.add((after, before) for before, several in self.onward.items() for after in several)
         return ways
@@ -174,7 +181,7 @@ class _Ways:
 
 
 def _carried(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
-    """The pairs of dimensions that the nodes of a subproblem carry over: from operands to results."""
+    """The pairs of dimensions, of operands and results, that the operators of a subproblem carry elements along."""
     graph, grouping, number = subproblem.graph, subproblem.grouping, subproblem.number
     for index, node in enumerate(graph.nodes):
         rule, group_number = grouping.rules[index], grouping.operator_group_of(node)
@@ -196,7 +203,7 @@ def _carried(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
 
 
 def _moved(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
-    """The pairs of dimensions along which operands' elements go on in another order or number."""
+    """The pairs of dimensions, of operands and results, along which elements go on in another order or number."""
     grouping, number = subproblem.grouping, subproblem.number
     for index, (node, rule) in enumerate(zip(subproblem.graph.nodes, grouping.rules, strict=True)):
         group_number = grouping.operator_group_of(node)
@@ -213,7 +220,9 @@ def _moved(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
 
 
 def _through_ports(subproblem: Subproblem, index: int) -> Iterator[tuple[_Place, _Place]]:
-    """The pairs of dimensions that a control node carries over: operands, ports, inputs of bodies and results."""
+    """The pairs of dimensions that a loop or branch carries elements along: of operands, ports, bodies' inputs, and
+    results.
+    """
     control_join, node, here = subproblem.control_joins[index], subproblem.graph.nodes[index], subproblem.number
 
     def hung(number: int, graph: Graph, value: int, port_use: PortUse) -> Iterator[tuple[_Place, _Place]]:

@@ -36,7 +36,9 @@ from passes.solver import Edge, Floats, ShardingProblem
 
 
 def port_placements(port: Port, resharder: Resharder) -> list[ShardingSpec]:
-    """The placements that a port may have; a sum may stay partial, and is reduced once after the loop or branch."""
+    """The placements that a port may have; a sum may stay partial there, to be reduced once after the loop or
+    branch.
+    """
     full = full_placements(port.type, resharder)
     if port.whole:
         return full[:1]
@@ -72,7 +74,7 @@ class _Builder:
         return self.resharder.kept(Common)
 
     def _weights(self, graph: Graph) -> frozenset[int]:
-        """The values that are gathered again for the backward pass."""
+        """The weights that are gathered again for the backward pass."""
         if id(graph) not in self.weights:
             self.weights[id(graph)] = weights(graph) if self.regather else frozenset()
         return self.weights[id(graph)]
@@ -127,7 +129,7 @@ class _Builder:
     ) -> ControlJoin:
         """The nodes of a loop's or branch's ports, and the subproblems of its bodies.
 
-        A sum stays partial in a port, unless the program hands it on: another stage may read that in each iteration.
+        A sum stays partial in a port unless the program returns it: another stage may read it in each iteration.
         """
         ports = {s: port_placements(port, self.resharder) for s, port in enumerate(control.ports)}
         copied = copies(control, groupings)
@@ -148,7 +150,7 @@ class _Builder:
         return ControlJoin(control=control, ports=at_ports, bodies=tuple(bodies), copying=copying)
 
     def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec], copied: Copies, weight: float) -> ValueSite:
-        """A new node that decides the placement of one value, which is `copied` in a loop that runs `weight` times."""
+        """A new node that decides the placement of one value; the loop that copies slices runs `weight` times."""
         seconds = [weight * copied.seconds(spec.local_nbytes(type, self.mesh), self.mesh) for spec in specs]
         return ValueSite(node=self._node(np.array(seconds), str(type)), specs=self.common.interned(tuple(specs)))
 
@@ -175,7 +177,7 @@ class _Builder:
     def _connect(
         self, subproblem: Subproblem, value: int, target: int, after: Specs, at: int | None, late: bool = False
     ) -> None:
-        """Adds the cost of bringing `value` to where `target` reads it: an edge, or seconds of the target alone.
+        """Adds the cost of bringing `value` to its reader `target`: an edge, or seconds of the target's own strategies.
 
         The target is an operator group, or reads the value at node `at`.
         """
@@ -210,7 +212,7 @@ class _Builder:
             self.edges.append(matrix.edge(source, target, group, weight))
 
     def _passed(self, subproblem: Subproblem) -> frozenset[int]:
-        """The values that operators read on both sides of a barrier."""
+        """The values that are read both in front of a barrier and behind it."""
         if subproblem.number not in self.passed:
             graph, rules = subproblem.graph, subproblem.grouping.rules
             roots = set(subproblem.grouping.roots.values())
@@ -250,7 +252,7 @@ class _Builder:
 
 
 def _may_be_sum(control: Control, bodies: Sequence[Subproblem], port: int) -> bool:
-    """Whether what some body brings to a port may be a sum of which each device has a summand."""
+    """Whether some body may bring a partial sum to a port."""
     for body, inner in zip(control.bodies, bodies, strict=True):
         for value in (v for v, s in zip(body.graph.outputs, body.outputs, strict=True) if s == port):
             site = inner.sites.get(inner.grouping.roots.get(value, value))
@@ -273,9 +275,10 @@ def visible(graph: Graph, grouping: Grouping) -> frozenset[int]:
 
 
 def remade(graph: Graph, grouping: Grouping) -> frozenset[int]:
-    """The values that each reader makes anew from something smaller: what is broadcast for operators that fuse it.
+    """The values that each of their readers computes anew from something smaller: broadcasts that operators fuse.
 
-    A loop, a matrix product or a barrier reads an array, and so does whoever gets an output.
+    Loops, matrix products, barriers and the program's outputs need the array in memory, so what they read is not among
+    them.
     """
     anew = set[int]()
     for node, rule in zip(graph.nodes, grouping.rules, strict=True):
@@ -300,7 +303,7 @@ def assemble(
 ) -> Assembly:
     """The sharding problem of a graph on one mesh; `state_pairs` are the (output, input) positions of its state.
 
-    With `regather`, a weight is brought to where the backward pass wants it anew, and paid for again.
+    With `regather`, weights are gathered again for the backward pass, and that is paid for again.
     """
     builder = _Builder(mesh=mesh, resharder=resharder, regather=regather)
     root = builder.lay_out(graph, grouping, {}, 1.0)

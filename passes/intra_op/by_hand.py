@@ -1,4 +1,4 @@
-"""The answers of planners by hand: a start of the search, which is never worse than them."""
+"""Answers by hand-made plans, such as data parallelism or ZeRO: the search starts from them, and is never worse."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from passes.intra_op.restrictions import HandMade, Restriction
 from passes.solver import Answer, SolverOptions, solve
 
 _ROUGHLY = 1e-2
-"""The relative gap to which plans by hand are solved."""
+"""The relative gap to which hand-made plans are solved."""
 
 SURELY = 1.5
-"""The factor of the limit from which a plan that is expected to need as much is not looked at while anything else may
-fit: least bytes as far above those that are live as the first answer's peak was. They are 0.44 to 1.39 times the peaks
-of 247 plans by hand, 0.87 at the median and 1.20 at most for 95 % of them, so that none that fits is left out; 1.25
-would leave out 9 (`python -m benchmarks.expected_peaks`: nine models of the zoo in their least shapes, as they are and
-in 2 microbatches, by either compiler's model). Before a limit is refused, all that was left out so is looked at:
-`MeshSearch.left_out`."""
+"""The factor of the limit from which a hand-made plan is not looked at, as it is expected to need that much.
+
+Expected bytes are the least that may be live, scaled by what the first answer's peak was to its own. They are 0.44 to
+1.39 times the peaks of 247 hand-made plans, 0.87 at the median and 1.20 at most for 95 % of them, so that none that
+fits is left out; 1.25 would leave out 9 (`python -m benchmarks.expected_peaks`: nine models of the zoo in their least
+shapes, as they are and in 2 microbatches, by either compiler's model). Before a limit is refused, all that was left out
+is looked at: `MeshSearch.left_out`.
+"""
 
 Textbook = Callable[[Mesh], Iterable[HandMade]]
-"""The plans by hand that there may be on a mesh."""
+"""A function from a mesh to the hand-made plans that are possible there."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ByHand:
-    """The answers of the `textbook` on meshes, each found once; `left_out` if some were not expected to fit.
+    """The answers that the plans of the `textbook` have on meshes, each solved once.
 
-    As it is, without state offloaded, an answer may need what is `allowed` where that is more than a limit.
+    `left_out` says whether some were not looked at, as they were not expected to fit. An answer that offloads no state
+    may need `allowed` bytes where that is more than a limit.
     """
 
     textbook: Textbook
@@ -52,10 +55,11 @@ class ByHand:
         surely: float = SURELY,
         cutoff: float = math.inf,
     ) -> Iterator[tuple[Solved, Answer]]:
-        """The answers on a mesh that may need no more than `limit` bytes, each with the problem that it answers.
+        """The hand-made answers on a mesh that may need no more than `limit` bytes, each with the problem that it
+        answers.
 
-        What is expected to need `surely` times the limit is left out, and what holds more than that throughout. One of
-        `cutoff` seconds or more need not be the best of its kind.
+        Left out are answers that are expected to need `surely` times the limit, and those that hold more than the limit
+        throughout the step. One of `cutoff` seconds or more need not be the best of its kind.
         """
         for number, (restrict, regather) in enumerate(self.textbook(solved.assembly.mesh)):
             is_twin = solved.assembly.regather
@@ -83,9 +87,10 @@ class ByHand:
         cutoff: float,
         surely: float = SURELY,
     ) -> tuple[Solved, Fitted] | None:
-        """The cheapest plan by hand that needs at most `limit` bytes and takes less than `cutoff` seconds.
+        """The cheapest hand-made answer that needs at most `limit` bytes and takes less than `cutoff` seconds; None if
+        there is none.
 
-        Where one does not fit, others are seen not to: what is live there counts for them as well.
+        Where one does not fit, what is live at its peak may show that others do not, either.
         """
         best: tuple[Solved, Fitted] | None = None
         allowed = max(limit, self.allowed)
@@ -117,7 +122,7 @@ class ByHand:
 
 
 def _restricted(restrict: Restriction, assembly: Assembly) -> Assembly | None:
-    """A mesh's problem as a plan by hand has it; None for one that is not possible there."""
+    """A mesh's problem with the strategies of a hand-made plan alone; None where that plan is not possible."""
     try:
         if assembly.on_device is None:
             return restrict(assembly)

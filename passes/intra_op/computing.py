@@ -1,7 +1,8 @@
-"""Seconds of computing under any layout, such as that of an edited plan, by the roofline that prices strategies.
+"""Seconds of computing under a given layout, which may be one that no strategy has, such as that of an edited plan.
 
-`passes/intra_op/strategies.py` prices every way of an operator group before there is a layout; here are the placements,
-as an edited plan has them, and what each operator group reads, writes and multiplies follows from those.
+`passes.intra_op.strategies` counts the flops and bytes of all strategies of an operator group at once, from the sizes
+of their pieces; here they are counted for one layout, from its placements. Both turn them into seconds by
+`roofline.group_seconds`, and `tests/passes/intra_op/test_assemblies.py` compares them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
 from passes.intra_op.rearranging import rearranging_seconds
-from passes.intra_op.roofline import local_flops, times_made
+from passes.intra_op.roofline import group_seconds, local_flops, times_made
 from passes.intra_op.stacks import copies
 from passes.ir import PHASES, Body, Control, Graph, Node, Phase, phase
 from passes.placement import Grouping, Layout, OperatorGroup, Placement
@@ -31,9 +34,9 @@ def compute_seconds(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout
 def operator_seconds(
     graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, *, weight: float = 1.0, inside: bool = False
 ) -> Iterator[tuple[Phase, Node, float]]:
-    """(phase, heaviest member, seconds) of each operator group, in loops and branches too.
+    """(phase, heaviest member, seconds a step) of each operator group, those in loops and branches included.
 
-    Those `inside` a loop or branch run `weight` times a step.
+    The groups of a graph that is `inside` a loop or branch run `weight` times a step.
     """
     for when, operator_group, spent in _spent(graph, grouping, mesh, layout, inside):
         members = sorted(operator_group.members)
@@ -49,7 +52,7 @@ def operator_seconds(
 
 
 def _copying(control: Control, groupings: Sequence[Grouping], mesh: Mesh, placement: Placement) -> float:
-    """Seconds in which a loop copies slices out of stacks and into them."""
+    """Seconds in which a loop copies slices out of stacked arrays and into them."""
     specs = dict[int, ShardingSpec]()
     for body, inside in zip(control.bodies, placement.bodies, strict=True):
         specs |= zip((*body.inputs, *body.outputs), (*inside.inputs, *inside.outputs), strict=True)
@@ -60,9 +63,10 @@ def _copying(control: Control, groupings: Sequence[Grouping], mesh: Mesh, placem
 
 
 def weight_gradient_share(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: Collection[int]) -> float:
-    """The share of a backward pass that waits for nobody: what no product reads and is not `sent` on.
+    """The share of a backward pass that no other stage waits for: gradients of weights and their sums.
 
-    Those are gradients of weights, with what adds them up; attention, norms and activations have gradients of inputs.
+    Whatever a product reads, or is `sent` to another stage, counts as gradients of inputs: attention, norms and
+    activations belong to those.
 
     Reference: Qi et al., "Zero Bubble Pipeline Parallelism" (2024), section 2 and table 6.
     """
@@ -71,7 +75,7 @@ def weight_gradient_share(graph: Graph, grouping: Grouping, mesh: Mesh, layout: 
 
 
 def _halves(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, sent: Collection[int]) -> tuple[float, float]:
-    """Seconds of a backward pass that gradients of inputs take, and those of weights."""
+    """The seconds of a backward pass for gradients of inputs, and for those of weights."""
     awaited = set(sent)
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
@@ -97,7 +101,9 @@ def _spent(
     inside: bool,
     phases: Collection[Phase] = PHASES,
 ) -> Iterator[tuple[Phase, OperatorGroup, float]]:
-    """Every operator group of a graph in some phases, those of its loops and branches apart, with its seconds."""
+    """(phase, operator group, seconds) of every operator group of a graph in these phases; loops' bodies are
+    left out.
+    """
     anew = remade(graph, grouping)
     written = visible(graph, grouping) - anew
     priced = _PlacedGraph(
@@ -118,7 +124,7 @@ def _bodies(grouping: Grouping, layout: Layout) -> Iterator[tuple[Body, Grouping
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacedGraph:
-    """A graph with its placements: values `written` are in memory, those `anew` are made by whoever reads them."""
+    """A graph with its placements, and how each value is had: `written` to memory, or made `anew` by each reader."""
 
     graph: Graph
     grouping: Grouping
@@ -128,7 +134,7 @@ class _PlacedGraph:
     anew: frozenset[int]
 
     def seconds(self, operator_group: OperatorGroup) -> float:
-        """The larger of compute and memory time of an operator group's members together, plus one launch."""
+        """Seconds of an operator group, all its members together, by the roofline."""
         graph, device = self.graph, self.mesh.cluster.group().device
         members = sorted(operator_group.members)
         flops = rearranging = 0.0
@@ -142,12 +148,11 @@ class _PlacedGraph:
             return rearranging  # a layout, as in `passes.intra_op.strategies`
         first = graph.nodes[members[0]]
         dtype = next((graph.types[value].dtype for value in (*first.inputs, *first.outputs)), "float32")
-        computing = flops / device.matmul_flops_per_second(dtype)
-        passing = self._nbytes(operator_group, members) / device.achieved_bytes_per_second
-        return max(computing, passing) + rearranging + device.launch_seconds
+        work = np.array([flops, self._nbytes(operator_group, members), rearranging])
+        return float(group_seconds(device, dtype, *work))
 
     def _nbytes(self, operator_group: OperatorGroup, members: Sequence[int]) -> float:
-        """Bytes that an operator group reads and writes: values from elsewhere each time, its own inputs once."""
+        """Bytes that an operator group reads and writes: values from outside at each use, its own inputs once."""
         graph = self.graph
         produced = {value for member in members for value in graph.nodes[member].outputs}
         specs: dict[int, ShardingSpec] = {}
@@ -171,7 +176,9 @@ class _PlacedGraph:
         return nbytes + sum(written)
 
     def _read_nbytes(self, member: int, position: int) -> float:
-        """Bytes that a node reads of an operand: of a sparse one, as many elements as the result has."""
+        """Bytes that a node reads of an operand; of a sparse one (a lookup's table) as many elements as the
+        result has.
+        """
         node, placement = self.graph.nodes[member], self.placements[member]
         operand = self.graph.types[node.inputs[position]]
         if position not in self.grouping.rules[member].sparse:
@@ -182,7 +189,7 @@ class _PlacedGraph:
 
 
 def _assignment(rule: ShardingRule, placement: Placement) -> Assignment:
-    """The assignment of a rule that a placement stands for: the factors that each axis cuts."""
+    """The assignment of a rule under which its operands and results have this placement: (axis, factor) pairs."""
     cut_by: dict[tuple[str, int], None] = {}
     for rows, specs in ((rule.operands, placement.operands), (rule.results, placement.results)):
         for factors, spec in zip(rows, specs, strict=True):

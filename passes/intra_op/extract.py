@@ -20,7 +20,7 @@ from passes.sharding import Resharder
 from passes.solver import Answer
 
 EQUAL = 1e-6
-"""The share by which seconds may differ that are added up in another order."""
+"""The share by which seconds may differ that were added in another order."""
 
 
 @without_gc()
@@ -32,9 +32,10 @@ def extract_plan(
     donated: Sequence[bool],
     phase_seconds: Mapping[str, float],
 ) -> Plan:
-    """The plan of an answer that a planner came to: placements, the reshardings between them, and the seconds of both.
+    """The plan that an answer to the sharding problem stands for, as one of this planner.
 
-    `phase_seconds` are those that the parts of the search for the answer took.
+    It has the placements, the reshardings between them, and the seconds and bytes of both. `phase_seconds` are those
+    that each part of the search took.
     """
     graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
     layout, choice = assembly.layout(answer.choice), assembly.placements_of(answer.choice)
@@ -75,9 +76,10 @@ def extract_plan(
 
 @without_gc()
 def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequence[bool]) -> Plan:
-    """The plan with the collectives, seconds and bytes that follow from its placements, if it says otherwise.
+    """The plan with the collectives, seconds and bytes that follow from its placements.
 
-    An edited plan keeps the numbers of the one that it was made of; how far it is from the best is unknown.
+    An edited plan still has the numbers of the plan that it was made of. How far it is from the optimum is then
+    unknown.
     """
     layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
     reshardings = resharding_plan(graph, layout, resharder, regather=plan.regather)
@@ -110,7 +112,7 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
 
 
 def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
-    """The operators whose rule allows no cut, those of loops and branches included."""
+    """The operators whose rule allows no cut, those in loops and branches included."""
     for index, (node, rule) in enumerate(zip(graph.nodes, grouping.rules, strict=True)):
         if rule.reason and not rule.once:
             yield f"{node.primitive} at {node.source}"
@@ -120,14 +122,14 @@ def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
 
 
 def _alike(these: Mapping[str, float], those: Mapping[str, float]) -> bool:
-    """Whether seconds by cause are the same, however they were added up."""
+    """Whether seconds by cause are equal but for rounding."""
     return all(math.isclose(these.get(c, 0.0), those.get(c, 0.0), rel_tol=EQUAL) for c in (*these, *those))
 
 
 def move_seconds(
     graph: Graph, reshardings: ReshardingPlan, resharder: Resharder
 ) -> tuple[dict[str, float], dict[Phase, float]]:
-    """Seconds of all reshardings by kind of collective (`copies` are the local steps), and by phase."""
+    """Seconds of all reshardings by kind of collective (local steps are `copies`), and by phase."""
     by_kind: dict[str, float] = {}
     by_phase: dict[Phase, float] = {}
     for occurrence, cause, spent in moves(graph, reshardings, resharder):
@@ -148,9 +150,9 @@ def moves(graph: Graph, reshardings: ReshardingPlan, resharder: Resharder) -> It
 
 
 def _exposed_share(occurrence: Occurrence, resharder: Resharder) -> float:
-    """The share of a resharding's seconds, by itself, that the step is longer for it: all, if something waits for it.
+    """The share of a resharding's seconds that prolongs the step; 1 if computing waits for all of it.
 
-    It is one share for each of its steps, so that they add up to what the search was told.
+    Each of its steps has the same share, so that they add up to what the search reckoned with.
     """
     if occurrence.behind is None:
         return 1.0

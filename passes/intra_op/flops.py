@@ -13,10 +13,10 @@ from passes.rules import ShardingRule
 
 
 def model_flops(graph: Graph) -> dict[str, float]:
-    """Flops of one step's matrix products and convolutions on all devices, by dtype of what is multiplied.
+    """Flops of the matrix products and convolutions of one step on all devices, by the dtype of what is multiplied.
 
-    What is computed again because it was not kept counts once; a multiply-add counts as two, attention in full whatever
-    its mask. Of a branch, what its share of the runs takes; a loop of unknown length counts once.
+    A multiply-add counts as two; recomputation counts once, attention in full whatever its mask, a branch by its share
+    of the runs, and a loop of unknown length once.
 
     Reference: Chowdhery et al., "PaLM" (2022), appendix B; Korthikanti et al., "Reducing Activation Recomputation in
     Large Transformer Models" (2022), section 6: model flops, as against hardware flops.
@@ -25,7 +25,9 @@ def model_flops(graph: Graph) -> dict[str, float]:
 
 
 def product_flops(grouping: Grouping, placements: Sequence[Placement], mesh: Mesh) -> float:
-    """Flops of one step's matrix products and convolutions; a loop of unknown length and each branch count once."""
+    """Flops of the matrix products and convolutions of one step; a loop of unknown length and each branch
+    count once.
+    """
     total = 0.0
     for index, (rule, placement) in enumerate(zip(grouping.rules, placements, strict=True)):
         if index in grouping.controls:
@@ -38,13 +40,17 @@ def product_flops(grouping: Grouping, placements: Sequence[Placement], mesh: Mes
 
 
 _AS_FAST = 0.8
-"""The share of another dtype's rate at which one is as fast: measured rates of one product differ by as much
-(`python -m autopar measure`, twice)."""
+"""The share of another dtype's rate from which a dtype counts as equally fast: measured rates of one product differ by
+as much (`python -m autopar measure`, twice).
+"""
 
 
 def slow_dtype(graph: Graph, device: DeviceSpec) -> tuple[str, float, str, float] | None:
-    """The dtype of most products that a device has no units for, with its flops a second there, and the fastest dtype
-    that is no wider, with its own; None where every product is in a dtype that the device has, or about as fast.
+    """(slow dtype, its flops a second, a faster dtype, its flops a second) where the device has no units for most
+    products.
+
+    The faster dtype is the fastest that is no wider. None where the device has units for every product's dtype, or is
+    about as fast.
     """
     work = products(graph)
     rates = device.flops_per_second

@@ -1,4 +1,4 @@
-"""The variants of a step in some number of microbatches, and which of two computes more."""
+"""The variants of a step in one number of microbatches, and which of two variants computes more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from passes.transforms import KEPT, Kept
 
 
 def forms(layers: int, count: int) -> tuple[Variant, ...]:
-    """The variants in so many microbatches, from the one that costs least to the one that keeps least."""
+    """The variants in this many microbatches, from the one that computes least to the one that keeps least."""
     kinds: Sequence[Kept] = KEPT if layers else KEPT[:1]
     return tuple(Variant(microbatches=count, kept=() if kind == KEPT[0] else (kind,) * layers) for kind in kinds)
 
@@ -17,7 +17,7 @@ def forms(layers: int, count: int) -> tuple[Variant, ...]:
 def computes_more(variant: Variant, other: Variant) -> bool:
     """Whether a variant computes all that another does, in as many microbatches or more, and keeps no more of it.
 
-    Where state lies makes no difference.
+    Whether they offload state makes no difference.
     """
     keeps = [[KEPT.index(kind) for kind in each.kept or (KEPT[0],)] for each in (variant, other)]
     return variant.count >= other.count and min(keeps[0]) >= max(keeps[1])

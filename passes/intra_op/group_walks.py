@@ -1,8 +1,9 @@
-"""The placements of an operator group's members under each choice of axes, found by walking through the members in
+"""The placements of an operator group's members under each choice of axes, found by walking through its members in
 order.
 
-What an axis does is chosen for the group as a whole: a member is cut where it has a factor of the chosen class. What is
-left partial is passed on by linear members as long as that is no more than what came in, and reduced before others.
+The choice says what each axis cuts in the whole group: a member is cut where it has a factor of the chosen class.
+Partial values are passed on by linear members as long as their results are no larger than what came in, and are reduced
+before other members.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ Where = tuple[Literal["in", "out"], int]
 
 
 Role = Literal["input", "first", "again"]
-"""Whether an operand is read from elsewhere, is an absorbed value met for the first time, or lives somewhere."""
+"""The role of an operand: an `input` from outside the group, an absorbed value read for the `first` time, or any value
+of the group `again`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizelessRule:
-    """A member's rule without sizes, 1 standing for any dimension.
+    """A member's sharding rule without sizes: 1 stands for any extent.
 
-    `grows[o]` says whether the result is larger than operand o; it is empty where nothing may come in partial.
+    `grows[o]` says whether the result is larger than operand o; it is empty where no operand may come in partial.
     """
 
     rule: ShardingRule
@@ -38,10 +41,10 @@ class SizelessRule:
 class Signature:
     """The part of an operator group that its strategy space depends on; positions are those of a `GroupSignature`.
 
-    `options` are the classes that an axis may cut. Of each member there are its form, the place of each of its
-    operands (None: it needs none), the values that it makes, and the class of each of its factors. Neighbours see
-    `visible` values, and `absorbed` ones are inputs that the group places; `summed` is the operand that may come in
-    as a sum.
+    `options` are the classes that an axis may cut. `forms`, `operands`, `makes` and `classes` have, for each member,
+    its rule, the place of each operand (None: none is needed), the values that it makes, and the class of each factor.
+    Neighbours see the `visible` values; `absorbed` values are inputs that the group places itself; `summed` is the
+    operand that may come in partial.
     """
 
     axes: tuple[str, ...]
@@ -57,10 +60,11 @@ class Signature:
 
 @dataclass(slots=True, kw_only=True)
 class GroupWalk:
-    """One walk through an operator group: the placements of values, inputs and operands, and the reshardings inside.
+    """One walk through an operator group: placements of its values, inputs and operands, and the reshardings inside.
 
-    `moved` is (member, operand) -> (value of the group, where it should be); it lives at `home`. `reduced` are partial
-    values that some member wants whole: they are reduced once, and every member and neighbour reads what came of that.
+    `moved` maps (member, operand) to (value of the group, the placement it is needed in); the value has placement
+    `home`. Values in `reduced` are partial where they are made, and are reduced once; all members and neighbours read
+    the result.
     """
 
     axis_choice: AxisChoice
@@ -75,7 +79,7 @@ class GroupWalk:
     )
 
     def at(self, value: int) -> ShardingSpec:
-        """The placement in which a value of the operator group is available without a further reduction."""
+        """The placement in which a value of the operator group can be read: reduced, if it is reduced at all."""
         spec = self.home[value]
         return self.reduced.get(value, spec) if spec.partial else spec
 
@@ -91,10 +95,10 @@ class _CutRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """A member as every walk of a signature meets it, since all walks place values in one order.
+    """A member of an operator group, with all that every walk needs of it: all walks place values in one order.
 
-    `factors` are its factors by class, `operands` (operand, role, value). `may_be_partial` are the operands (operand,
-    value) that may come in partial; `fresh` is the linear factor that takes values from elsewhere partial.
+    `factors` are its factors by class, `operands` are (operand, role, value). `may_be_partial` are the (operand, value)
+    pairs that may come in partial; `fresh` is the linear factor that takes values from outside partial.
     """
 
     form: SizelessRule
@@ -135,7 +139,9 @@ def _members(signature: Signature) -> list[_Member]:
 
 
 def _fresh(form: SizelessRule, operands: tuple[Where | None, ...], summed: int | None) -> int | None:
-    """The first linear factor whose operands all come from elsewhere, or that of the operand that may be `summed`."""
+    """The first linear factor whose operands all come from outside the group, or that of the operand that may be
+    `summed`.
+    """
     for factor, properties in enumerate(form.rule.factors):
         if summed is not None and properties.partial != (summed,):
             continue
@@ -146,7 +152,7 @@ def _fresh(form: SizelessRule, operands: tuple[Where | None, ...], summed: int |
 
 
 class GroupWalks:
-    """The walks through the members of one signature."""
+    """All walks through the members of one signature."""
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
@@ -158,14 +164,18 @@ class GroupWalks:
 
     @property
     def reads(self) -> list[tuple[int, int]]:
-        """The (member, operand) pairs that are read from memory: values from elsewhere, and absorbed values once."""
+        """The (member, operand) pairs that are read from memory: values from outside at every use, absorbed values
+        once.
+        """
         roles = ((p, operand, role) for p, member in enumerate(self.members) for operand, role, _ in member.operands)
         return [(position, operand) for position, operand, role in roles if role != "again"]
 
     def under(self, choice: AxisChoice) -> Iterator[GroupWalk]:
-        """The walks of one choice: with partial values reduced as late as possible, and at forks if that reduces fewer.
+        """The walks of one choice: with partial values reduced as late as possible, and at forks where that reduces
+        fewer values.
 
-        There is no walk where an axis that should stay partial is reduced inside: without it the choice does the same.
+        A choice has no walk if an axis that it keeps partial is reduced inside the group: without that axis the choice
+        does the same.
         """
         late = self._walk(choice, {})
         early = self._walk(choice, forks) if late is not None and (forks := self._forks(late)) else None
@@ -176,9 +186,9 @@ class GroupWalks:
                     yield walk
 
     def _walk(self, choice: AxisChoice, reduced: dict[int, ShardingSpec]) -> GroupWalk | None:
-        """The walk of one choice in which these partial values are reduced, and those that a member needs whole.
+        """The walk of one choice that reduces these partial values, and those that some member needs reduced.
 
-        None where a result would mix reductions or an input would be partial.
+        None where a result would be partial in two ways, or an input would be partial.
         """
         while (walk := self._walked(choice, reduced)) is not None:
             reduced_before = len(reduced)
@@ -190,9 +200,9 @@ class GroupWalks:
         return walk
 
     def _forks(self, walk: GroupWalk) -> dict[int, ShardingSpec]:
-        """The partial values from which several reduced values derive, with the placements that they are reduced to.
+        """The partial values from which several reduced ones derive, with the placements that they are reduced to.
 
-        Empty unless they are fewer than those.
+        Empty unless there are fewer of them than reduced values.
         """
         inside = {value for value, spec in walk.moved.values() if walk.home[value].partial and not spec.partial}
         if not inside:
@@ -220,7 +230,7 @@ class GroupWalks:
         return {value: placed(walk.home[value].dims, (), "add") for value in widest}
 
     def _walked(self, choice: AxisChoice, reduced: dict[int, ShardingSpec]) -> GroupWalk | None:
-        """The walk that places the members one after the other, with these partial values reduced."""
+        """The walk that places the members in order, with these partial values reduced."""
         walk = GroupWalk(axis_choice=choice, reduced=dict(reduced))
         for position, member in enumerate(self.members):
             assignment = self._assign(member, choice, walk)
@@ -229,7 +239,7 @@ class GroupWalks:
         return walk
 
     def _step(self, position: int, member: _Member, assignment: Assignment, walk: GroupWalk) -> bool:
-        """Whether a member may be placed under this assignment; it is added to the walk."""
+        """Whether the member can be placed under this assignment; if so, it has been added to the walk."""
         cut, specs = self._cut(member.form, assignment), walk.home
         walk.assignments.append(assignment)
         walk.cuts.append(cut.mask)
@@ -262,9 +272,10 @@ class GroupWalks:
         return self._cuts[key]
 
     def _assign(self, member: _Member, choice: AxisChoice, walk: GroupWalk) -> Assignment | None:
-        """The member's assignment under the operator group's choice; None where its result would mix reductions.
+        """The member's assignment under the group's choice; None where its result would be partial in two ways.
 
-        An axis cuts the member's factor of its class; failing that, a linear member passes on what is partial already.
+        An axis cuts the factor of the class that it is chosen for; without one, a linear member passes on partial
+        operands.
         """
         form, assignment = member.form, ()
         if form.rule.once:
@@ -283,7 +294,7 @@ class GroupWalks:
         return assignment
 
     def _extend(self, form: SizelessRule, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
-        """The assignment with one more axis; None where one result would mix reductions."""
+        """The assignment with one more axis; None where a result would be partial in two ways."""
         key = (id(form), assignment, axis, factor)
         if key not in self._extended:
             candidate = in_order((*assignment, (axis, factor)), self.signature.axes)
@@ -292,9 +303,9 @@ class GroupWalks:
         return self._extended[key]
 
     def _linear(self, member: _Member, axis: str, cls: int, walk: GroupWalk) -> int | None:
-        """The linear factor that carries `axis` through a member, if its operands are partial over it or may be.
+        """The linear factor through which a member passes on values partial over `axis`; None if it has none.
 
-        Where the result is larger than what comes in partial, reducing first is cheaper.
+        Where the result is larger than the partial operand, reducing first is cheaper.
         """
         incoming = {o: spec for o, value in member.may_be_partial if axis in (spec := walk.at(value)).partial}
         if not incoming:

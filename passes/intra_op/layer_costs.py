@@ -18,10 +18,10 @@ from passes.sharding import Resharder
 
 @without_gc()
 def layer_costs(plan: Plan, graph: Graph, like: tuple[Plan, Graph] | None = None) -> Plan:
-    """The plan with what each layer costs, in the order in which the step comes to them, the update last.
+    """The plan with the cost of each layer, in the order in which the step comes to them, the update last.
 
-    Their seconds add up to the plan's, but for what is spent on offloading; of their bytes `live_nbytes` add up to the
-    temporaries at the peak. Those of an equal program, `like` this but for names and planned alike, are taken.
+    Seconds of layers add up to the plan's, apart from offloading; their `live_nbytes` add up to the temporaries at the
+    peak. If `like` is given, an equal program but for names that is planned alike, its costs are taken.
     """
     names = [name for name in dict.fromkeys(layer_names.of_operators(graph)) if name != layer_names.UPDATE]
     renamed = layer_names.renamed(like[1], graph) if like else None
@@ -45,7 +45,7 @@ def layer_costs(plan: Plan, graph: Graph, like: tuple[Plan, Graph] | None = None
 
 
 def _seconds(plan: Plan, graph: Graph, names: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Seconds that each layer computes, and that arrays are moved for it."""
+    """(computing, moving) seconds by layer."""
     layout, resharder = plan.layout, Resharder(plan.mesh)
     computing = dict.fromkeys([*names, layer_names.UPDATE], 0.0)
     for _, node, spent in operator_seconds(graph, group(graph), plan.mesh, layout):

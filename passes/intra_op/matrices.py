@@ -1,6 +1,7 @@
-"""The parts that all sharding problems on one mesh share: placements, and matrices of resharding seconds.
+"""Resharding matrices and placements that all sharding problems on one mesh share.
 
-Equal layers have equal operator groups, so each of these is computed once and known again by identity.
+Equal layers have equal operator groups, so each matrix is computed once, and found again by the identity of its
+placements.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Matrix:
         )
 
     def only(self, rows: Sequence[int]) -> Matrix:
-        """The seconds from these rows alone; from any other row nothing is paid."""
+        """The seconds from these rows alone; reshardings from other rows cost nothing."""
         number = np.full(len(self.origins), len(rows))
         number[rows] = np.arange(len(rows))
         seconds = np.vstack([self.seconds[rows], np.zeros(len(self.labels))])
@@ -59,7 +60,9 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interface:
-    """The interface of a table: the values its operator group reads and writes, with their placements by strategy."""
+    """The interface of a table: the values that its operator group reads and writes, with their placements under each
+    strategy.
+    """
 
     inputs: tuple[tuple[int, Specs], ...]
     makes: tuple[tuple[int, Specs], ...]
@@ -67,10 +70,9 @@ class Interface:
 
 
 class Common:
-    """The parts that all problems on one mesh share, computed once for each resharder.
+    """The matrices, interfaces and placements that all problems on one mesh share, computed once per resharder.
 
-    Placements under each strategy are interned (`interned`), so that the many equal ones of a model's layers are told
-    apart by identity and never compared.
+    Tuples of placements are interned, so that the many equal ones of a model's layers are compared by identity.
     """
 
     def __init__(self, resharder: Resharder) -> None:
@@ -83,7 +85,7 @@ class Common:
         self._halves: dict[tuple[TensorType, int, int, Behind | None], tuple[Matrix, Matrix]] = {}
 
     def interned(self, specs: Specs) -> Specs:
-        """The one object that stands for these placements."""
+        """The one object that stands for all equal tuples of placements."""
         return self._specs.setdefault(specs, specs)
 
     def full(self, type: TensorType) -> Specs:
@@ -121,7 +123,7 @@ class Common:
         return self._matrices[key]
 
     def halves(self, type: TensorType, before: Specs, after: Specs, behind: Behind | None) -> tuple[Matrix, Matrix]:
-        """The same seconds in two parts: from placements that are partial, and from those that are not."""
+        """The same seconds as two matrices: from placements that are partial, and from those that are not."""
         key = (type, id(before), id(after), behind)
         if key not in self._halves:
             matrix = self.matrix(type, before, after, behind)
@@ -132,6 +134,6 @@ class Common:
 
 
 def _kind(graph: Graph, members: Sequence[int]) -> str:
-    """The operators of an operator group with their types, as text: equal for operator groups of one kind."""
+    """The operators of an operator group with their types, as text; equal groups have equal texts."""
     nodes = (graph.nodes[m] for m in members)
     return "; ".join(" ".join((n.primitive, *(str(graph.types[v]) for v in (*n.inputs, *n.outputs)))) for n in nodes)

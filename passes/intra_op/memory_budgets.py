@@ -1,10 +1,10 @@
-"""Memory budgets of a sharding problem: the bytes that are live at one node of a program, by strategy.
+"""Memory budgets of a sharding problem: the bytes that are live at one node of the program, under every strategy.
 
-A plan that does not fit is cut off by a budget at its busiest point, and the program is solved again: of all points
-only those that bind are ever stated. Values count where they are made; what the apply phase reads of the backward pass
-counts as its reader wants it, since it is brought there as soon as it is made; copies count from their first reader to
-their last; a loop's body counts at its own busiest node. What a budget leaves out (working space of operators) is
-taken to shrink with the rest.
+A plan that needs too much is forbidden by a budget at its peak node, and the problem is solved again, so that only
+budgets that bind are ever stated. Values count from where they are made. Gradients that the apply phase reads count in
+the placement of their reader, since they are brought there at once. Resharded copies count from their first reader to
+their last; the body of a loop counts at its own peak node. Working space of operators is left out of budgets, and taken
+to shrink with the rest.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from passes.solver import Budget, Edge, ShardingProblem
 
 
 def budget(problem: ShardingProblem, row: Budget, choice: Sequence[int], nbytes: float, limit: float) -> Budget:
-    """The row at a node as one that rules out `choice`, which needs `nbytes` there where `limit` are available."""
+    """The row at a node, with a limit that rules out `choice`: its plan needs `nbytes` there, of which it may have
+    `limit`.
+    """
     used = problem.usage(row, choice)
     return replace(row, limit=max(limit - (nbytes - used), used * limit / nbytes))
 
 
 def live(assembly: Assembly, at: NodePath, limit: float) -> Budget:
-    """The row of all that is live at a node, in and around the loops and branches around it, at most `limit` bytes."""
+    """The row of all values that are live at a node, in and around the loops and branches that it is in; at most
+    `limit` bytes.
+    """
     row = Budget(nbytes={}, copies={}, limit=limit)
     subproblem, away = assembly.root, frozenset[int]()
     for depth, (point, body) in enumerate(at):
@@ -41,8 +45,10 @@ def live(assembly: Assembly, at: NodePath, limit: float) -> Budget:
 
 
 def resident(assembly: Assembly, limit: float) -> Budget:
-    """The row of the arguments, which lie on the device for the whole step: what no compiler does without, where rows
-    of all that is `live` count values that it makes anew as well.
+    """The row of the arguments, which are on the device for the whole step.
+
+    Any compiler needs these bytes. Rows of `live` values are estimates, which also count values that compilers make
+    anew.
     """
     row = Budget(nbytes={}, copies={}, limit=limit)
     _Live(assembly, assembly.root, 0, frozenset(), row).hold_arguments()
@@ -50,7 +56,7 @@ def resident(assembly: Assembly, limit: float) -> Budget:
 
 
 def _unsliced(control_join: ControlJoin, body: int) -> frozenset[int]:
-    """The inputs of a body that are whole arrays of the program around it, not slices."""
+    """The inputs of a body that are arrays of the program around it as they are, not slices of them."""
     sliced = {port_use.port for port_use in control_join.control.operands if port_use.stacked}
     inside = control_join.control.bodies[body]
     return frozenset(v for v, port in zip(inside.graph.inputs, inside.inputs, strict=True) if port not in sliced)
@@ -59,7 +65,7 @@ def _unsliced(control_join: ControlJoin, body: int) -> frozenset[int]:
 class _Live:
     """The values of one subproblem that are live when one of its nodes runs, as entries of a row.
 
-    Those `away` take no room of their own.
+    Values in `away` take no bytes of their own.
     """
 
     def __init__(
@@ -75,7 +81,7 @@ class _Live:
         self.nbytes, self.copies = row.nbytes, row.copies
 
     def hold(self, *, whole: bool) -> None:
-        """Adds the values to the row; inputs of the `whole` program live as long as it runs."""
+        """Adds the live values to the row; inputs of the `whole` program are live as long as it runs."""
         late = {v for v in self.readers if self._is_gradient(v)}
         for value, site in self.subproblem.sites.items():
             if value not in late and value not in self.away and self._is_live(value, whole):
@@ -100,13 +106,13 @@ class _Live:
         return float(spec.local_nbytes(self.graph.types[value], self.mesh))
 
     def _hold(self, node: int, value: int, specs: Sequence[ShardingSpec]) -> None:
-        """Adds a value's bytes under each strategy of a node."""
+        """Adds the bytes of a value under each strategy of the node that decides it."""
         nbytes_of: dict[ShardingSpec, float] = {}
         nbytes = np.array([nbytes_of.setdefault(spec, self._local(value, spec)) for spec in specs])
         self.nbytes[node] = self.nbytes[node] + nbytes if node in self.nbytes else nbytes
 
     def _is_live(self, value: int, whole: bool) -> bool:
-        """Whether a value is live at the point."""
+        """Whether a value is live at this node."""
         if value not in self.graph.producers and whole:
             return True
         producer = self.graph.producers.get(value, 0)
@@ -114,7 +120,7 @@ class _Live:
         return producer <= self.point <= (len(self.graph.nodes) if value in self.graph.returned else last)
 
     def _is_gradient(self, value: int) -> bool:
-        """Whether a value of the backward pass is read by the apply phase alone."""
+        """Whether a value is made by the backward pass and read by the apply phase alone."""
         producer = self.graph.producers.get(value)
         if producer is None or phase(self.graph.nodes[producer]) != "backward":
             return False
@@ -131,13 +137,13 @@ class _Live:
         self.nbytes[edge.target] = self.nbytes[edge.target] + nbytes if edge.target in self.nbytes else nbytes
 
     def _is_copied(self, value: int, fetched: bool) -> bool:
-        """Whether resharded copies of a value may be live: between the first and last reader that share them."""
+        """Whether resharded copies of a value may be live here: between the first and the last reader of a copy."""
         readers = [r for r in self.readers.get(value, ()) if not fetched or phase(self.graph.nodes[r]) == "backward"]
         return bool(readers) and min(readers) <= self.point <= max(readers)
 
 
 def _readers(subproblem: Subproblem) -> Mapping[int, Sequence[int]]:
-    """The nodes that read each value, also by another name."""
+    """The nodes that read each value, directly or through an alias."""
     readers: dict[int, list[int]] = {}
     for index, node in enumerate(subproblem.graph.nodes):
         for value in _named(subproblem, node.inputs):
@@ -146,7 +152,7 @@ def _readers(subproblem: Subproblem) -> Mapping[int, Sequence[int]]:
 
 
 def _named(subproblem: Subproblem, values: Sequence[int]) -> Iterator[int]:
-    """The values with the values that they are other names of."""
+    """The values, and all values that are aliases of them."""
     for value in values:
         yield value
         if (root := subproblem.grouping.roots.get(value, value)) != value:

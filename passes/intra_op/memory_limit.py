@@ -1,4 +1,6 @@
-"""The cheapest answer that fits in memory, by cutting planes: solve, state a row where it does not fit, solve again."""
+"""The cheapest answer within a memory limit, by cutting planes: solve, add a row where memory is exceeded,
+solve again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from passes.solver import (
 )
 
 _ROUNDS = 8
-"""Cutting planes that are tried, each with a solve of its own; `python -m benchmarks.memory_limit` shows what fits."""
+"""The number of cutting planes tried, each with a solve of its own; `python -m benchmarks.memory_limit` shows what
+fits.
+"""
 
 _LEAST_ROUNDS, _AIM = 2, 0.5
 """Rounds of looking for the least memory, and the share of a peak that each aims at: too little for any answer, so that
@@ -31,11 +35,12 @@ _PROGRESS = 0.99
 """A peak this much below the lowest one so far is progress; two rounds without any are the last."""
 
 LOOSE = 2e-2
-"""The gap at which a round may end: what it finds is mostly forbidden by the next one."""
+"""The relative gap at which the solve of a round may end: most answers are forbidden by the next round."""
 
 _WIDE = 0.5
-"""The gap from which an answer of a relaxation is branched on: rounded under budgets, that of six shared layers took
-three times its bound, and passed for what takes longer than another plan."""
+"""The relative gap from which the answer of a relaxation is improved by branching: rounded under budgets, that of six
+shared layers took three times its bound, and was then taken for one that is slower than another plan.
+"""
 
 _FILLINGS, _FULL = 4, 0.95
 """Solves that give what is left of a limit to the rows, and the share of the limit from which nothing is. Rows count
@@ -49,7 +54,7 @@ class InfeasibleRowError(OverBudgetError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """An answer that fits, and the problem with the budgets that led to it, by way of one of `nbytes` at its peak."""
+    """An answer that fits, the problem with the budgets that led to it, and the bytes of its peak."""
 
     problem: ShardingProblem
     answer: Answer
@@ -57,14 +62,15 @@ class Fitted:
 
 
 def fit(memory: MeshMemory, options: SolverOptions, cutoff: float = math.inf) -> Fitted:
-    """A cheap answer that keeps the limit, starting from the one without a limit; `tightened` says how near it is.
+    """A cheap answer that keeps the limit, starting from the one without a limit; `tightened` brings it nearer to the
+    optimum.
 
-    Budgets are stated from the first at the nodes that were busiest on other meshes, with as much more as rows there
-    count more than there is; those met here are added. Where that first answer keeps the limit with state offloaded,
-    nothing dearer is looked for.
+    Budgets at the peak nodes of other meshes are stated from the start, raised by as much as rows there overestimate;
+    those of peaks met here are added. If the first answer keeps the limit with state offloaded, only cheaper ones are
+    looked for.
 
-    Raises OverBudgetError where the program proves that there is none, or comes no nearer; InfeasibleRowError where
-    that takes no solver to see; NotCheaperError where none takes less than `cutoff` seconds.
+    Raises OverBudgetError where no answer is found or none exists; InfeasibleRowError where the least strategies of all
+    nodes exceed a budget; NotCheaperError where no answer takes less than `cutoff` seconds.
     """
     options = replace(options, gap=max(options.gap, LOOSE))
     known = memory.settled(memory.solved.answer)
@@ -81,7 +87,7 @@ def fit(memory: MeshMemory, options: SolverOptions, cutoff: float = math.inf) ->
 
 
 def is_out_of_reach(memory: MeshMemory) -> bool:
-    """Whether nothing that keeps the limit can be cheaper than the answer without one, nor that with all that may be
+    """Whether it is seen without a solver that no answer keeps the limit, not even the known one with all idle state
     offloaded.
     """
     if not is_infeasible(replace(memory.program, budgets=tuple(memory.budgets().values()))):
@@ -91,7 +97,7 @@ def is_out_of_reach(memory: MeshMemory) -> bool:
 
 
 def _by_rows(memory: MeshMemory, options: SolverOptions, cutoff: float) -> Fitted:
-    """A cheap answer that keeps the limit, by a budget at each place where one does not."""
+    """A cheap answer that keeps the limit, by a budget at each peak that does not."""
     program, limit = memory.program, memory.limit
     stated = answer = memory.solved.answer
     lowest, stalled = float("inf"), 0
@@ -129,7 +135,7 @@ def _by_rows(memory: MeshMemory, options: SolverOptions, cutoff: float) -> Fitte
 
 
 def _roughly(problem: ShardingProblem, options: SolverOptions, cutoff: float) -> Answer:
-    """An answer from the relaxation, or from branching, where that leads to none or to one far above its bound."""
+    """An answer from the relaxation; from branch and bound where that finds none, or one far above its bound."""
     search = Search(problem, options)
     try:
         answer = search.run(cutoff, close=False)
@@ -143,10 +149,10 @@ def _roughly(problem: ShardingProblem, options: SolverOptions, cutoff: float) ->
 def filled(
     fitted: Fitted, memory: MeshMemory, options: SolverOptions, cutoff: float = math.inf, *, close: bool = True
 ) -> Fitted:
-    """The answer that fits, or a better one where the rows that led to it leave some of the limit free.
+    """The answer that fits, or a better one where the rows that led to it leave a part of the limit unused.
 
-    One of `cutoff` seconds or more is not looked for. Rows are raised by what is free; where that is too much, by half
-    of it. Without `close` an answer is what a relaxation gives, and nothing is branched on.
+    Answers of `cutoff` seconds or more are not looked for. Rows are raised by the unused part, and by half of it where
+    that is too much. Without `close`, only relaxations are solved.
     """
     program, raised, most, limit = fitted.problem, 1.0, math.inf, memory.limit
     least = memory.solved.answer.bound
@@ -171,14 +177,14 @@ def filled(
 
 
 def _scaled(problem: ShardingProblem, factor: float) -> ShardingProblem:
-    """The problem with so much of the limit of each of its budgets."""
+    """The problem with the limit of each budget multiplied by a factor."""
     return replace(problem, budgets=tuple(replace(row, limit=factor * row.limit) for row in problem.budgets))
 
 
 def seconds_within(
     program: ShardingProblem, resident: Budget, limit: float, options: SolverOptions, cutoff: float, *, close: bool
 ) -> float:
-    """A lower bound, in seconds, of answers whose `resident` bytes keep `limit`; `cutoff` or more once that is seen."""
+    """A lower bound in seconds on answers whose `resident` bytes keep `limit`; `cutoff` or more once that is seen."""
     problem = replace(program, budgets=(replace(resident, limit=limit),))
     if is_infeasible(problem):
         return math.inf
@@ -191,7 +197,7 @@ def seconds_within(
 
 
 def is_infeasible(problem: ShardingProblem) -> bool:
-    """Whether the arrays of some budget, each as small as it can be, exceed it."""
+    """Whether the least strategies of all nodes exceed a budget."""
     return any(problem.least(row) > row.limit for row in problem.budgets)
 
 
@@ -200,9 +206,9 @@ def tightened(
 ) -> Answer:
     """An answer that fits, brought nearer to the optimum, with the time that it took.
 
-    The budgets that led to it are estimates, and no proof. Its bound is that of answers of which no more than the limit
-    is on a device for the whole step, as is true of all that fit, where less than `enough` is known. One of `cutoff` or
-    more is not looked for.
+    The budgets that led to it are estimates and prove nothing. Its lower bound is that of the problem in which no more
+    than the limit is resident for the whole step, as in every answer that fits; that is solved while the known bound is
+    below `enough` seconds. Answers of `cutoff` seconds or more are not looked for.
     """
     start, limit = time.perf_counter(), memory.limit
     answer = replace(fitted.answer, bound=min(memory.solved.answer.bound, fitted.answer.objective))
@@ -230,7 +236,7 @@ def tightened(
 
 
 def _nearer(problem: ShardingProblem, answer: Answer, options: SolverOptions, cutoff: float) -> Answer | None:
-    """The best answer to a problem, None where there is none or what is known is near enough, or time is over."""
+    """The best answer to a problem; None where there is none, what is known is near enough, or time is over."""
     if answer.is_within(options.gap_of(problem)):
         return None
     try:
@@ -240,8 +246,9 @@ def _nearer(problem: ShardingProblem, answer: Answer, options: SolverOptions, cu
 
 
 def look_for_least(memory: MeshMemory, options: SolverOptions) -> None:
-    """Looks at answers that need ever less memory, of which `memory.problems` keeps the lowest: budgets at the busiest
-    points met so far, minimised.
+    """Looks for answers that need less and less memory; `memory.problems` keeps the one of least bytes.
+
+    The budgets at the peak nodes met so far are minimised.
     """
     problem, choice = memory.program, memory.settled(memory.solved.answer).choice
     best, least_nbytes = choice, math.inf

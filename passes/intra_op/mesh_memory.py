@@ -1,4 +1,4 @@
-"""The memory of a device of one mesh under a limit, and what answers to the mesh's problem need of it."""
+"""The memory of a device of one mesh under a limit, and the bytes that answers to the mesh's problem need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.solver import Answer, Budget, ShardingProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshMemory:
-    """The memory of a device of one mesh, of which `limit` bytes are for a program, and the needs of answers there."""
+    """The memory of a device of one mesh, of which a program may have `limit` bytes, and the needs of answers."""
 
     problems: MeshProblems
     solved: Solved
@@ -25,24 +25,23 @@ class MeshMemory:
         return self.solved.assembly.problem
 
     def budgets(self) -> dict[NodePath, Budget]:
-        """The budgets at the peak nodes known, with as much more than the limit as rows there count more than there
-        is.
-        """
+        """The budgets at the peak nodes known, each raised by the factor by which rows there overestimate."""
         excesses = self.problems.peak_nodes.items()
         return {at: replace(self.row(at), limit=excess * self.limit) for at, excess in excesses}
 
     def peak(self, choice: Sequence[int]) -> Point:
-        """The place where an answer needs most memory, and the bytes."""
+        """The node where an answer needs most memory, and the bytes."""
         return self.problems.peak(self.solved, choice)
 
     def row(self, at: NodePath) -> Budget:
-        """The row of all that is live at a node, under every strategy; without a limit."""
+        """The row of all values live at a node, under every strategy, without a limit."""
         return self.problems.row(self.solved, at)
 
     def room(self, choice: Sequence[int]) -> float:
-        """The bytes of the peak of what rows put in the place of an answer: what offloads needs buffers as well.
+        """The bytes that a row may have in place of those of an answer's peak: offloading needs buffers as well.
 
-        An answer that offloads has shown its own; those of others are no smaller than what they hold cut furthest.
+        An answer that offloads has its buffers in its peak. Those of others are at least the buffers of state cut as
+        far as can be.
         """
         assembly = self.solved.assembly
         if not assembly.idle or assembly.offloaded(choice):
@@ -55,7 +54,9 @@ class MeshMemory:
         return self.limit - buffers([largest])
 
     def settled(self, answer: Answer) -> Answer:
-        """The same placements with as little state offloaded as keeps the limit, all that may be if nothing does."""
+        """The answer with the same placements, and as little state offloaded as keeps the limit; all if
+        nothing does.
+        """
         assembly, choice = self.solved.assembly, answer.choice
         if not assembly.idle:
             return answer

@@ -1,7 +1,8 @@
-"""The sharding problems of one step on several meshes, each stated once, and the bytes that answers to them need.
+"""The sharding problems of one step on several meshes, each built once, and the bytes that their answers need.
 
-A mesh may have a second problem, its twin, in which weights are gathered once a use. The rows of a problem say what is
-live at a node under every strategy; they are estimates, and `peak` says what a compiled program needs.
+A mesh may have a second problem, its twin, in which weights are gathered at every use. Rows count the bytes that are
+live at a node under every strategy, and are estimates; `peak` is what the compiled program needs by the compiler's
+model.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from passes.step import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """The place where most is live, and the bytes."""
+    """The node at which most bytes are live, and the bytes."""
 
     at: NodePath
     nbytes: float
@@ -42,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """A mesh with its sharding problem, the answer to it, and the search for that where there was one."""
+    """The sharding problem of a mesh with an answer, and the search that found it, if there was one."""
 
     assembly: Assembly
     answer: Answer
@@ -50,7 +51,7 @@ class Solved:
 
     @classmethod
     def unsolved(cls, assembly: Assembly) -> Solved:
-        """A mesh's problem with each node at its cheapest strategy, and no bound: what is known without a solver."""
+        """A mesh's problem with each node at its cheapest strategy, and no bound: it takes no solver."""
         choice = tuple(int(np.argmin(seconds)) for seconds in assembly.problem.seconds)
         nothing = Answer(
             choice=choice, objective=math.inf, bound=0.0, status="near optimal", build_seconds=0.0, solve_seconds=0.0
@@ -59,13 +60,13 @@ class Solved:
 
     @property
     def key(self) -> tuple[Mesh, bool]:
-        """The mesh, and whether weights are gathered once a use there: what tells a program's problems apart."""
+        """The mesh, and whether weights are gathered at every use: the identity of one of a program's problems."""
         return self.assembly.mesh, self.assembly.regather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowest:
-    """An answer to a mesh's problem, and the bytes that it needs of a device."""
+    """An answer to a mesh's problem, and the bytes that it needs on a device."""
 
     nbytes: float
     solved: Solved
@@ -76,11 +77,11 @@ class Lowest:
 class MeshProblems:
     """The sharding problems of a step on every mesh, with the memory of each answer that was looked at.
 
-    `peak_nodes` are the nodes at which answers needed most memory, and more than there is, each with the factor by
-    which its row counted more than was needed; `peak_nodes_by_hand` are more of them, of plans by hand. What the first
-    answer needed is `scale` times what its row counted. `lowest` is the answer that needs the least bytes of a device.
-    If `offload`, state at the inputs `idle` may rest with the host. `resharders` hold what is known of meshes,
-    `phase_seconds` the seconds that each part of the work took.
+    `peak_nodes` maps the peak nodes of answers that exceeded the limit to the factor by which the row there
+    overestimated; `peak_nodes_by_hand` is the same for hand-made plans. The first answer needed `scale` times what its
+    row counted. `lowest` is the answer of least bytes on a device. With `offload`, the state at the inputs `idle` may
+    be in the host's memory between steps. `resharders` cache the seconds of reshardings by mesh; `phase_seconds` are
+    those that each part of the work took.
     """
 
     step: Step
@@ -105,7 +106,7 @@ class MeshProblems:
         self.phase_seconds = {"grouping": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
 
     def offloading(self, offload: bool) -> MeshProblems:
-        """The same problems, of plans that may offload or do not."""
+        """The same problems for plans that may offload state, or may not."""
         other = copy(self)
         other.idle = self._idle(offload)
         other.peak_nodes, other.peak_nodes_by_hand = dict(self.peak_nodes), dict(self.peak_nodes_by_hand)
@@ -114,11 +115,11 @@ class MeshProblems:
         return other
 
     def _idle(self, offload: bool) -> tuple[int, ...]:
-        """The inputs, by position, of state that may rest with the host."""
+        """The inputs, by position, whose state may be in the host's memory between steps."""
         return idle_state(self.step.graph, self.step.state_pairs) if offload else ()
 
     def as_offloading(self, solved: Solved) -> Solved:
-        """A problem and what is known of it without a limit, as one of plans that may offload or do not."""
+        """A solved problem with its answer, as one of plans that may offload state, or may not."""
         assembly = solved.assembly.on_device or solved.assembly
         answer = replace(solved.answer, choice=solved.assembly.placements_of(solved.answer.choice))
         return replace(solved, assembly=self._with_host(assembly), answer=answer, search=None)
@@ -137,12 +138,12 @@ class MeshProblems:
         return assembly
 
     def count_solve(self, build_seconds: float, solve_seconds: float) -> None:
-        """Adds the seconds of a solve: those in which its program was written, and those of the solver."""
+        """Adds the seconds of a solve: those of building the integer program, and those of the solver."""
         self.phase_seconds["build"] += build_seconds
         self.phase_seconds["solve"] += solve_seconds
 
     def twin(self, solved: Solved) -> Solved | None:
-        """A mesh's problem with weights fetched once a use, which takes no less time; None where it is the same."""
+        """A mesh's problem with weights gathered at every use, which takes no less time; None where it is the same."""
         mesh = solved.assembly.mesh
         if mesh not in self._twins and any(twin is None for twin in self._twins.values()):
             self._twins[mesh] = None  # no value of the program is fetched twice, on any mesh
@@ -154,7 +155,7 @@ class MeshProblems:
         return self._twins[mesh]
 
     def forms(self, solved: Solved) -> list[Solved] | None:
-        """A mesh's problem and, if that is another, its twin; None where the twin has not been built yet."""
+        """A mesh's problem and, if it differs, its twin; None where the twin has not been built yet."""
         mesh = solved.assembly.mesh
         if solved.assembly.regather or any(twin is None for twin in self._twins.values()):
             return [solved]
@@ -163,42 +164,45 @@ class MeshProblems:
 
     @property
     def twins(self) -> list[Solved]:
-        """The problems with weights fetched once a use that were asked for so far."""
+        """The twins that were built so far."""
         return [twin for twin in self._twins.values() if twin is not None]
 
     def row(self, solved: Solved, at: NodePath) -> Budget:
-        """The row of all that is live at a node of a mesh's program, under every strategy; without a limit."""
+        """The row of all values live at a node of a mesh's program, under every strategy, without a limit."""
         key = solved.key, at
         if key not in self._rows:
             self._rows[key] = row_with_host(partial(live, at=at, limit=math.inf), solved.assembly)
         return self._rows[key]
 
     def resident(self, solved: Solved) -> Budget:
-        """The row of what is on a device for the whole step, under every strategy of a mesh's program; without a limit.
+        """The row of the bytes on a device for the whole step, under every strategy of a mesh's program, without a
+        limit.
 
-        It says what no plan does without, where rows of busy nodes are estimates.
+        Every plan needs these bytes, while rows of single nodes are estimates.
         """
         if solved.key not in self._rows:
             self._rows[solved.key] = row_with_host(partial(resident, limit=math.inf), solved.assembly)
         return self._rows[solved.key]
 
     def least_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:
-        """The fewest bytes that answers on a mesh are thought to need: at the peak nodes seen, each array as small as
-        can be, and as much less as what rows count more than there is."""
+        """The fewest bytes that an answer on a mesh may need, with each array as small as can be.
+
+        It is the most of the peak nodes seen, each divided by the factor by which its row overestimates.
+        """
         problem = (restricted or solved.assembly).problem
         places = {**self.peak_nodes_by_hand, **self.peak_nodes}
         return max((problem.least(self.row(solved, at)) / excess for at, excess in places.items()), default=0.0)
 
     def expected_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:
-        """The fewest bytes that answers on a mesh are expected to need, by what the first answer did."""
+        """The fewest bytes that answers on a mesh are expected to need, scaled as the first answer's peak was."""
         return self.scale * self.least_nbytes(solved, restricted)
 
     def _excess(self, solved: Solved, choice: Sequence[int], point: Point) -> float:
-        """The factor, at least 1, by which the row at the peak of an answer counts more than there is."""
+        """The factor, at least 1, by which the row at the peak of an answer overestimates."""
         return max(1.0, solved.assembly.problem.usage(self.row(solved, point.at), choice) / max(point.nbytes, 1.0))
 
     def peak(self, solved: Solved, choice: Sequence[int]) -> Point:
-        """The place where the plan of an answer needs most memory, and the bytes."""
+        """The node where the plan of an answer needs most memory, and the bytes."""
         key = solved.key, tuple(choice)
         if key not in self._points:
             self._points[key] = self._peak(solved, choice)
@@ -219,32 +223,32 @@ class MeshProblems:
         return Point(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes)
 
     def look(self, solved: Solved, limit: float) -> None:
-        """Notes the peak node of an answer that needs more than the limit, if none was looked at yet."""
+        """Notes the peak node of an answer that exceeds the limit, if none has been looked at yet."""
         if not self.peak_nodes and (point := self.peak(solved, solved.answer.choice)).nbytes > limit:
             self.note_peak(solved, solved.answer.choice, point)
             used = solved.assembly.problem.usage(self.row(solved, point.at), solved.answer.choice)
             self.scale = max(1.0, point.nbytes / max(used, 1.0))
 
     def note_peak(self, solved: Solved, choice: Sequence[int], point: Point, *, by_hand: bool = False) -> None:
-        """Notes the peak node of an answer that needs more than there is, unless it is known."""
+        """Notes the peak node of an answer that exceeds the limit, unless it is known."""
         known = (*self.peak_nodes, *self.peak_nodes_by_hand) if by_hand else self.peak_nodes
         if point.at not in known:
             (self.peak_nodes_by_hand if by_hand else self.peak_nodes)[point.at] = self._excess(solved, choice, point)
 
     @property
     def lowest_nbytes(self) -> float:
-        """Bytes of the answer that needs the least, of those that were looked at."""
+        """Bytes of the answer that needs the least, of those whose peak is known."""
         return self.lowest.nbytes if self.lowest else math.inf
 
     def least_memory(self) -> tuple[Solved, Answer] | None:
-        """The answer that needs the least bytes, of those that were looked at."""
+        """The answer that needs the least bytes, of those whose peak is known; None if there is none."""
         if self.lowest is None:
             return None
         solved, choice = self.lowest.solved, self.lowest.choice
         return solved, replace(solved.answer, choice=choice, objective=solved.assembly.problem.evaluate(choice))
 
     def plan(self, planner: str, solved: Solved, answer: Answer) -> Plan:
-        """The plan of an answer that a planner came to, its state offloaded where that is asked for."""
+        """The plan that an answer stands for, as one of this planner, with state offloaded where the answer says so."""
         assembly, resharder = solved.assembly, self._resharder(solved.assembly.mesh)
         plan = extract_plan(planner, assembly, answer, resharder, self.step.donated, self.phase_seconds)
         return with_offloaded(plan, self.step.graph, solved.assembly.offloaded(answer.choice))

@@ -1,6 +1,6 @@
-"""The search for the cheapest placements of a program over logical meshes: tabulate, solve, extract the plan.
+"""The search for the cheapest placements of a program over meshes: build each problem, solve it, extract the plan.
 
-With a memory limit, answers that need more are forbidden one by one (passes/intra_op/memory_limit.py).
+With a memory limit, answers that exceed it are forbidden one by one (`passes.intra_op.memory_limit`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from passes.step import Step
 from passes.text import quantities
 
 _ROUGH = 0.1
-"""The gap to which a mesh is solved where only plans within a limit are wanted: its answer is where they begin, and its
-bound leaves out what is dearer. At 0.02 nine residual layers within .95 of their memory took 173 s of processor time in
-place of 162, one run each."""
+"""The relative gap to which a mesh is solved where only plans within a limit are wanted: the answer is a start, and its
+bound rules out slower meshes. At 0.02 nine residual layers within .95 of their memory took 173 s of processor time in
+place of 162, one run each.
+"""
 
 _WORTH_A_LOOK = 1e-3
-"""The gap from which plans by hand are looked at, each of which takes a solve of its own: it bounds what the cheapest
-plan may be above one by hand. What half and double of it find was not measured
-(`python -m benchmarks.settings --only intra_op.mesh_search`)."""
+"""The relative gap from which hand-made plans are looked at, each of which takes a solve of its own: the cheapest plan
+may be above a hand-made one by no more. What half and double of it find was not measured (`python -m
+benchmarks.settings --only intra_op.mesh_search`).
+"""
 
 
 def best(
@@ -55,9 +57,9 @@ def best(
     resharders: dict[Mesh, Resharder] | None = None,
     most_nbytes: float = math.inf,
 ) -> Plan:
-    """The cheapest plan of a step over the meshes that needs at most so many bytes, as one of this planner.
+    """The cheapest plan of a step over the meshes that needs at most `most_nbytes` on a device, as one of this planner.
 
-    `resharders` hold what is known of meshes. Raises OverBudgetError where no plan is found.
+    `resharders` cache the seconds of reshardings by mesh. Raises OverBudgetError where no plan is found.
     """
     problems = MeshProblems(step=step, restrict=restrict, resharders={} if resharders is None else resharders)
     search = MeshSearch(
@@ -77,15 +79,11 @@ def best(
 
 @dataclass(slots=True, kw_only=True)
 class MeshSearch:
-    """The search over meshes for a program: the sharding problems that were solved of it, cheapest first.
+    """The search over meshes for a program: the sharding problems that were `solved`, cheapest first.
 
-    If only plans of at most `most_nbytes` are wanted, meshes without any are left out as soon as that is seen, and
-    others are solved roughly: what fits is brought nearer to the optimum at the end. With `has_twins`, weights may be
-    fetched once a use.
-
-    No plan is worse than those by hand that `textbook` knows of: they are looked at where there is a gap or a limit,
-    and where that leaves a margin, may need what is `allowed`. The best that fits is `within`. An interruption that the
-    `context` allows ends the search as soon as there is an answer.
+    Where plans of at most `most_nbytes` are wanted, meshes seen to have none are `infeasible`, and others are solved
+    roughly until the best plan, `within`, is brought nearer to the optimum. With `has_twins`, weights may be gathered
+    at every use. No plan is worse than the hand-made ones of the `textbook`, which may need `allowed` bytes.
     """
 
     planner: str
@@ -106,7 +104,9 @@ class MeshSearch:
         self.by_hand = ByHand(textbook=self.textbook, options=self.options, allowed=self.allowed)
 
     def over(self, meshes: Sequence[Mesh]) -> None:
-        """Solves the program on each mesh, whatever memory that needs; not where none keeps `most_nbytes`."""
+        """Solves the program on each mesh, whatever memory that needs, but for meshes without a plan of
+        `most_nbytes`.
+        """
         illegal: list[NoLegalPlanError] = []
         tried = allowed(self.problems.step.graph, meshes)
         with self.context.ending_early():
@@ -124,7 +124,7 @@ class MeshSearch:
         self.solved.sort(key=lambda solved: solved.answer.objective)
 
     def _close(self, all_solved: list[Solved]) -> None:
-        """Closes the gaps that relaxations left, on meshes that may yet have the cheapest plan."""
+        """Improves the answers of relaxations to the gap of the options, on meshes that may have the cheapest plan."""
         for place in sorted(range(len(all_solved)), key=lambda place: all_solved[place].answer.bound):
             solved, least = all_solved[place], min(other.answer.objective for other in all_solved)
             if solved.answer.status == "optimal" or solved.answer.bound >= least or self.context.is_interrupted:
@@ -147,21 +147,21 @@ class MeshSearch:
 
     @property
     def least_seconds(self) -> float:
-        """Seconds of a step that no plan over these meshes goes below."""
+        """Seconds of a step below which no plan over these meshes can go."""
         return min(solved.answer.bound for solved in self.solved)
 
     @property
     def operators(self) -> int:
-        """The operators on all meshes that were solved: a measure of work."""
+        """The number of operators, summed over all meshes that were solved: a measure of work."""
         return (len(self.solved) + len(self.problems.twins)) * count(self.problems.step.graph)
 
     @property
     def expected_nbytes(self) -> float:
-        """Bytes that plans over these meshes are expected to need at least, by what is live and what peaks were."""
+        """The least bytes that plans over these meshes are expected to need, by live bytes and the peaks seen."""
         return min(map(self.problems.expected_nbytes, (*self.solved, *self.infeasible)))
 
     def again(self, context: SearchContext, *, offload: bool) -> MeshSearch:
-        """The same search, with its solved problems, for plans that offload state or do not; no mesh was infeasible."""
+        """The same search with its solved problems, for plans that offload state or do not. No mesh was infeasible."""
         other = copy(self)
         other.context, other.problems, other.within = context, self.problems.offloading(offload), None
         other.solved = list(map(other.problems.as_offloading, self.solved))
@@ -169,11 +169,11 @@ class MeshSearch:
         return other
 
     def cheapest_within(self, limit: float, worth: float = 1.0) -> Plan | None:
-        """The cheapest plan that needs at most `limit` bytes on a device, None if it takes the cutoff or more.
+        """The cheapest plan that needs at most `limit` bytes on a device; None if it takes the cutoff or more.
 
-        It is near the optimum, and `closer` brings it nearer. Weights may be fetched once a step or once a use. No mesh
-        is tried from the deadline on once there is a plan, and none that cannot gain the factor `worth` over that or
-        over the cutoff, but for what is made by hand there. Raises OverBudgetError where none is found.
+        It is near the optimum; `closer` brings it nearer. Once there is a plan, meshes are tried until the deadline, if
+        they may be faster by the factor `worth`; hand-made plans are tried anyway. Raises OverBudgetError where no plan
+        is found.
         """
         context = self.context
         self.problems.look(self.solved[0], limit)
@@ -204,18 +204,18 @@ class MeshSearch:
         return self._extract_plan(solved, answer)
 
     def closer(self, limit: float, cutoff: float = math.inf, enough: float = math.inf) -> Plan | None:
-        """The plan of `cheapest_within` brought nearer to the optimum, with what is proven; None if it had none."""
+        """The plan of `cheapest_within` brought nearer to the optimum, with a proven bound; None if there was none."""
         if self.within is None:
             return None
         goal = Goal(limit=limit, allowed=self.allowed, cutoff=cutoff, enough=enough)
         return self._extract_plan(*proven(self.problems, self.solved, self.within, goal, self.options))
 
     def fits(self, limit: float) -> bool:
-        """Whether the cheapest plan of all, whatever memory it needs, needs at most `limit` bytes."""
+        """Whether the cheapest plan of all needs at most `limit` bytes on a device."""
         return self.problems.peak(self.solved[0], self.solved[0].answer.choice).nbytes <= limit
 
     def left_out(self, limit: float) -> Plan | None:
-        """The cheapest plan that keeps the limit of those by hand that were not expected to; None if none does."""
+        """The cheapest plan within the limit of the hand-made ones that were not expected to fit; None if none does."""
         meshes = [*self.solved, *self.infeasible] if self.by_hand.left_out else []
         self.within = self.by_hand.fitting(self.problems, meshes, limit, self.context.cutoff, surely=math.inf)
         return self.closer(limit)
@@ -223,7 +223,9 @@ class MeshSearch:
     def _fitted(
         self, solved: Solved, number: int, cheapest: tuple[Solved, Fitted] | None, limit: float
     ) -> tuple[Solved, Fitted] | None:
-        """The cheapest answer on the mesh of this number that fits and is better than the `cheapest`, if any is."""
+        """The cheapest answer on mesh number `number` that fits and is better than the `cheapest`; None if there is
+        none.
+        """
         best = cheapest[1].answer if cheapest else None
         self.tell(f"fit {solved.assembly.mesh} within memory", number, len(self.solved), best)
         most = best.objective if best else self.context.cutoff
@@ -231,24 +233,22 @@ class MeshSearch:
         return _fitted(self.problems, twins, limit, self.options, most)
 
     def least_memory(self) -> Plan:
-        """The plan that needs least memory, of those met on the way to the least on every mesh."""
-        for solved in (*self.solved, *self.problems.twins):
-            memory = MeshMemory(problems=self.problems, solved=solved, limit=0.0)  # with all offloaded that may be
-            look_for_least(memory, self.options)
+        """The plan of least memory that is met while memory is minimised on every mesh."""
+        for solved in (*self.solved, *self.problems.twins):  # a limit of 0 offloads all that may be
+            look_for_least(MeshMemory(problems=self.problems, solved=solved, limit=0.0), self.options)
         return self.lowest()
 
     def lowest(self) -> Plan:
-        """The plan that needs least memory, of those met so far."""
+        """The plan of least memory met so far."""
         answer = self.problems.least_memory()
         return self._extract_plan(*answer) if answer else self.cheapest
 
     def tell(self, what: str, done: int, total: int, best: Answer | None = None) -> None:
         """Reports how far the search is."""
-        seconds = best.objective if best else None
-        self.context.report(Progress(phase=what, done=done, total=total, best_seconds=seconds))
+        self.context.report(Progress(phase=what, done=done, total=total, best_seconds=best and best.objective))
 
     def _tabulated(self, mesh: Mesh, done: int, total: int) -> Solved:
-        """A mesh's problem and an answer to it; `done` of `total` meshes came before."""
+        """The problem of a mesh and an answer to it; `done` of `total` meshes came before."""
         best = min((solved.answer for solved in self.solved), key=lambda answer: answer.objective, default=None)
         self.tell(f"tabulate {mesh}", done, total, best)
         assembly = self.problems.assembled(mesh, self.regather)
@@ -270,7 +270,10 @@ class MeshSearch:
         return replace(self.options, gap=max(self.options.gap, 0.0 if self.most_nbytes == math.inf else _ROUGH))
 
     def _extract_plan(self, solved: Solved, answer: Answer, least: float | None = None) -> Plan:
-        """The plan of an answer; those of other problems take `least` seconds, or what is known without a limit."""
+        """The plan of an answer, with a bound over all problems: others take at least `least` seconds.
+
+        By default, that is what is known of them without a limit.
+        """
         others = [other.answer for other in self.solved if other.assembly is not solved.assembly]
         plan = self.problems.plan(self.planner, solved, _beside(answer, others, self._rough.gap, least))
         plan = plan.beside([_met(other) for other in self.solved if other.assembly.mesh != solved.assembly.mesh])
@@ -278,7 +281,9 @@ class MeshSearch:
 
 
 def _begun(problems: MeshProblems, solved: Solved, options: SolverOptions, limit: float, cutoff: float) -> Solved:
-    """A mesh whose answer was left when it was dearer than another's, gone on with where some keep the limit."""
+    """The mesh with its search continued, which had stopped as another mesh was cheaper. Raises InfeasibleRowError
+    where none can fit.
+    """
     memory = MeshMemory(problems=problems, solved=solved, limit=limit)
     if is_out_of_reach(memory):
         raise InfeasibleRowError("no combination of strategies keeps the memory limit")
@@ -289,8 +294,10 @@ def _begun(problems: MeshProblems, solved: Solved, options: SolverOptions, limit
 
 
 def _beside(answer: Answer, others: Sequence[Answer], gap: float, least: float | None) -> Answer:
-    """The answer with a bound and a status that hold over all problems: the others' take `least` seconds, or what is
-    known of them without a limit.
+    """The answer with a bound and status that hold over all problems, of which the others take at least `least`
+    seconds.
+
+    Without `least`, their bounds without a limit count.
     """
     least = min((other.bound for other in others), default=math.inf) if least is None else least
     answer = replace(answer, bound=min(answer.bound, least, answer.objective))
@@ -303,9 +310,9 @@ def _beside(answer: Answer, others: Sequence[Answer], gap: float, least: float |
 def _fitted(
     problems: MeshProblems, twins: Iterator[Solved], limit: float, options: SolverOptions, cutoff: float
 ) -> tuple[Solved, Fitted] | None:
-    """The cheapest answer on one mesh that fits, None where none was found.
+    """The cheapest answer on one mesh that fits; None where none was found.
 
-    Raises InfeasibleRowError if none can fit, and NotCheaperError if those that can take `cutoff` seconds or more.
+    Raises InfeasibleRowError if no answer can fit, and NotCheaperError if those that fit take `cutoff` seconds or more.
     """
     best: tuple[Solved, Fitted] | None = None
     not_cheaper: NotCheaperError | None = None
@@ -330,7 +337,7 @@ def _fitted(
 
 
 def _twins(search: MeshSearch, solved: Solved, number: int) -> Iterator[Solved]:
-    """A mesh's problem as it is, then with weights fetched once a use, which takes no less time."""
+    """A mesh's problem, then its twin with weights gathered at every use, which takes no less time."""
     yield solved
     if search.has_twins and not solved.assembly.regather:
         search.tell(f"tabulate {solved.assembly.mesh}", number, len(search.solved))
@@ -339,7 +346,7 @@ def _twins(search: MeshSearch, solved: Solved, number: int) -> Iterator[Solved]:
 
 
 def _met(solved: Solved) -> Alternative:
-    """The best of another mesh, as far as it was looked for: its bound, if that is known, is beside it in words."""
+    """The best answer of another mesh, as an alternative to the plan, with its bound in words if that is lower."""
     bound = solved.answer.bound
     is_known = 0 < bound < solved.answer.objective
     why = f"none on this mesh takes less than {quantities.seconds(bound)}" if is_known else "the best on this mesh"
@@ -347,10 +354,10 @@ def _met(solved: Solved) -> Alternative:
 
 
 def _is_open(cheapest: Answer, gap: float) -> bool:
-    """Whether plans by hand may be better than the cheapest answer by more than the gap of its solve."""
+    """Whether a hand-made plan may be better than the cheapest answer by more than the gap of its solve."""
     return cheapest.bound < (1 - max(_WORTH_A_LOOK, gap)) * cheapest.objective
 
 
 def count(graph: Graph) -> int:
-    """The operators of a program, those in loops and branches included."""
+    """The number of operators of a program, those in loops and branches included."""
     return sum(1 + sum(map(count, node.subgraphs)) for node in graph.nodes)

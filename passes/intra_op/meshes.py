@@ -1,4 +1,4 @@
-"""The meshes that a program is planned over: every layout of a cluster's devices, or the one that a program names."""
+"""The meshes that a program is planned over: every layout of a cluster's devices, or the one that the program names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from passes.sharding import boundaries
 
 
 def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
-    """The meshes over the first devices of a cluster, one for each way to lay them out that may be the fastest."""
+    """The meshes over the first devices of a cluster, one for each layout that may be the fastest."""
     meshes = [_mesh(cluster, sizes) for sizes in shapes(n_devices, max_axes=max_axes)]
     if n_devices > cluster.group().devices_per_host:
         return meshes
@@ -24,8 +24,10 @@ def layouts(cluster: Cluster, n_devices: int, max_axes: int) -> list[Mesh]:
 
 
 def for_constraints(graph: Graph, cluster: Cluster, max_axes: int) -> list[Mesh]:
-    """The layouts of all devices on which what the user has placed can lie; else the coarsest such mesh, whatever its
-    number of axes. Empty where the user has placed nothing that asks for some; all layouts where no mesh will do.
+    """The layouts of all devices on which the user's placements are possible, or else the coarsest such mesh.
+
+    That one may have any number of axes. Empty where no placement of the user's asks for a mesh; all layouts where none
+    is possible.
     """
     needed, size = boundaries_of(graph), cluster.n_devices
     if needed <= {1, size}:
@@ -39,7 +41,7 @@ def for_constraints(graph: Graph, cluster: Cluster, max_axes: int) -> list[Mesh]
 
 
 def allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
-    """The meshes; or where the program's own `shard_map`s name one, that one."""
+    """The meshes; where `shard_map`s of the program name a mesh, that one alone."""
     pinned = pinned_mesh(graph)
     if pinned is None:
         return meshes
@@ -68,13 +70,13 @@ def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
 
 
 def named(cluster: Cluster, *axes: tuple[str, int]) -> Mesh:
-    """The mesh of these named axes, those of one device left out."""
+    """The mesh of these named axes; axes of one device are left out."""
     used = [(name, size) for name, size in axes if size > 1]
     return Mesh(axes=tuple(name for name, _ in used), sizes=tuple(size for _, size in used), cluster=cluster)
 
 
 def _rates(mesh: Mesh) -> dict[tuple[int, ...], list[tuple[float, int]]]:
-    """Bytes a second and hops, those negative, of the groups along axes of these sizes, the slowest first."""
+    """(bytes per second, -hops) of the groups along axes of these sizes, the slowest first."""
     rates: dict[tuple[int, ...], list[tuple[float, int]]] = {}
     for length in range(1, len(mesh.axes) + 1):
         for axes in combinations(mesh.axes, length):
@@ -90,8 +92,10 @@ def _is_slower(
     *,
     equal: bool,
 ) -> bool:
-    """Whether a mesh has the axes of another one in an order that makes no group faster, and some slower unless `equal`
-    ones will do: behind a switch all distances within a host are equal, and order is naming.
+    """Whether a mesh has another one's axes in an order in which no group is faster, and some are slower unless
+    `equal`.
+
+    Behind a switch all distances within a host are equal, so that two orders differ in names alone.
     """
     if these.keys() != those.keys() or (these == those and not equal):
         return False

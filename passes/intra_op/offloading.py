@@ -1,5 +1,5 @@
-"""Optimizer state kept in the host's memory between steps: the inputs that may be, and a sharding problem in which each
-is there or is not.
+"""Optimizer state in the host's memory between steps: which inputs may be there, and a sharding problem that
+chooses.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ def transfer_seconds(nbytes: Sequence[float], mesh: Mesh) -> float:
 
 
 def buffers(nbytes: Sequence[int]) -> int:
-    """Bytes of a device that transfers of such arrays need: two are always there, one being updated, one on its way."""
+    """Bytes of a device for transfers: two arrays are there at a time, one being updated and one on its way."""
     return 2 * max(nbytes, default=0)
 
 
 def away(nbytes: Sequence[int]) -> int:
-    """Bytes that a device is spared by arrays that rest with the host: all but the buffers of their transfers."""
+    """Bytes that a device saves by arrays in the host's memory: all of them but the buffers of their transfers."""
     return max(sum(nbytes) - buffers(nbytes), 0)
 
 
 def with_host(assembly: Assembly, inputs: Sequence[int]) -> Assembly:
-    """The problem in which the state of these inputs, by position, may rest in the host's memory, at the price of its
-    transfers: nodes that decide where some of them lie have every strategy twice, the second half with all of them
-    there.
+    """The problem in which the state of these inputs, by position, may be in the host's memory between steps.
+
+    The nodes that decide where some of them lie have every strategy twice; under the second half all of them are in the
+    host's memory, and the seconds of their transfers are added.
     """
     idle: dict[int, tuple[int, ...]] = {}
     for position in inputs:
@@ -83,7 +84,7 @@ def with_offloaded(plan: Plan, graph: Graph, inputs: tuple[int, ...]) -> Plan:
 
 
 def restricted_to(assembly: Assembly, on_device: Assembly) -> Assembly:
-    """The problem with those of its strategies whose placements a restricted one of what is `on_device` has."""
+    """The problem with only those strategies whose placements a restricted form of its `on_device` problem has."""
     seconds = [
         np.where(np.isfinite(np.concatenate([kept, kept]) if node in assembly.idle else kept), every, np.inf)
         for node, (every, kept) in enumerate(zip(assembly.problem.seconds, on_device.problem.seconds, strict=True))
@@ -105,7 +106,7 @@ def idle_nbytes(assembly: Assembly) -> Mapping[int, Floats]:
 
 
 def row_with_host(row_of: Callable[[Assembly], Budget], assembly: Assembly) -> Budget:
-    """The row of what is live somewhere, in which idle state with the host takes no room."""
+    """The row of live bytes, in which idle state in the host's memory takes none."""
     row = row_of(assembly.on_device or assembly)
     nbytes = dict(row.nbytes)
     for node, spared in idle_nbytes(assembly).items():
@@ -115,7 +116,7 @@ def row_with_host(row_of: Callable[[Assembly], Budget], assembly: Assembly) -> B
 
 
 def _twice(edges: Sequence[Edge], nodes: Mapping[int, object]) -> tuple[Edge, ...]:
-    """The edges where these nodes have every strategy twice; what was one array stays one."""
+    """The edges for nodes that have every strategy twice; what was one array stays one."""
     doubled: dict[int, Indices] = {}
 
     def twice(places: Indices) -> Indices:

@@ -1,7 +1,7 @@
-"""The node at which a plan holds most bytes, in the graph's own order, for which a memory row is stated.
+"""The node at which a plan has most live bytes, in the order of the program, for which a memory row is stated.
 
-Nodes are counted in the order in which the program was traced, and values that leave their operator group as live,
-which a budget can say too. What a compiler makes of the same plan is in passes/memory/xla_cpu.py.
+Nodes run in the order in which the program was traced, and values that leave their operator group are live: both can be
+said in a row. What a compiler makes of the same plan is in `passes.memory`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from passes.ir import Graph
 from passes.placement import Grouping, Layout, Placement, Resharding, ReshardingPlan
 
 NodePath = tuple[tuple[int, int], ...]
-"""A node, after those that it is inside of: (node, which of its bodies), outermost first; the last is -1, no body."""
+"""The path of a node: (node, which of its bodies) for each loop or branch that it is in, outermost first, then (node,
+-1).
+"""
 
 
 def peak_node(graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, reshardings: ReshardingPlan) -> NodePath:
-    """The node with the most live bytes, inside loops and branches where it is there."""
+    """The path of the node with the most live bytes, which may be inside loops and branches."""
     return _peak_node(graph, grouping, mesh, layout, reshardings)[1]
 
 
 def _peak_node(
     graph: Graph, grouping: Grouping, mesh: Mesh, layout: Layout, reshardings: ReshardingPlan
 ) -> tuple[int, NodePath]:
-    """The most bytes that are live after any node, and that node; loops and branches add the most of their largest
-    body.
+    """The most bytes that are live after any node, and that node; a loop or branch adds the most of its
+    largest body.
     """
     last = _last_use(graph, grouping)
     change = [0] * (len(graph.nodes) + 2)

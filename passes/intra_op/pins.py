@@ -1,4 +1,4 @@
-"""A mesh and placements of inputs that the user has chosen: the rest of the program is solved for around them."""
+"""The user's own mesh and placements of inputs, around which the rest of the program is planned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pins = tuple[tuple[str, ShardingSpec], ...]
 
 
 def checked_pins(pins: object) -> Pins:
-    """The pins that a user wrote, as `{"params/*/kernel": P(None, "x")}` or with text, `"[-, x]"`; none for None.
+    """The pins that a user wrote, such as `{"params/*/kernel": P(None, "x")}` or `"[-, x]"` as text; none for None.
 
     Raises PlanningError for anything else.
     """
@@ -68,8 +68,8 @@ def _spec(pattern: object, placement: object) -> ShardingSpec:
 
 
 def _is_axis(name: object, size: object) -> bool:
-    """Whether this is an axis and its size: XLA ends the process for a name that is not of ASCII, and in the files of
-    plans one name is taken.
+    """Whether this is an axis name and a size: XLA ends the process for a name that is not ASCII, and saved plans
+    reserve one.
     """
     is_name = isinstance(name, str) and name.isascii() and name.isidentifier() and name != plan_json.FORBIDDEN
     return is_name and type(size) is int and size > 0
@@ -88,7 +88,7 @@ def checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:
 
 
 def checked_kinds(allow: Iterable[str] | None, forbid: Iterable[str]) -> tuple[str, ...]:
-    """The kinds of collectives that a plan must do without. Raises PlanningError for what is no kind of one."""
+    """The kinds of collectives that a plan must not use. Raises PlanningError for unknown kinds."""
     for name, kinds in (("allow", () if allow is None else allow), ("forbid", forbid)):
         is_list = isinstance(cast("object", kinds), Iterable) and not isinstance(kinds, str)
         unknown = [kind for kind in kinds if kind not in KINDS] if is_list else [kinds]
@@ -105,14 +105,14 @@ def checked_kinds(allow: Iterable[str] | None, forbid: Iterable[str]) -> tuple[s
 
 
 def without(mesh: Mesh, kinds: tuple[str, ...]) -> Mesh:
-    """The mesh on which nothing is moved by these kinds of collectives."""
+    """The mesh on which plans use none of these kinds of collectives."""
     return replace(mesh, forbidden=kinds) if kinds else mesh
 
 
 def mesh_named(cluster: Cluster, axes: Sequence[tuple[str, int]], stage_devices: int | None = None) -> Mesh:
-    """The mesh of these axes over all devices of a cluster, or those of a stage.
+    """The mesh of these axes over all devices of a cluster, or over the devices of a stage.
 
-    Raises PlanningError where there are more or fewer.
+    Raises PlanningError where the axes have more or fewer devices.
     """
     total = math.prod(size for _, size in axes)
     if total != (stage_devices or cluster.n_devices):
@@ -132,14 +132,16 @@ def path_of(name: str) -> str:
 
 
 def matching(pattern: str, names: Sequence[str]) -> list[int]:
-    """The positions of the inputs that a pattern names: all of a path or its end, `*` for anything."""
+    """The positions of the inputs that a pattern names: a whole path or its end, `*` standing for anything."""
     pattern = path_of(pattern) if "[" in pattern else pattern.strip("/")
     paths = [path_of(name) for name in names]
     return [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")]
 
 
 def guesses(pattern: str, names: Sequence[str]) -> str:
-    """The inputs that a pattern which names none may mean, as text for an error; else the first of all."""
+    """The inputs that a pattern which matches none may mean, as text for an error; the first inputs if none
+    is similar.
+    """
     paths = [path_of(name) for name in names]
     return close(pattern, paths) or f"inputs are {', '.join(paths[:5])}{', ...' if len(paths) > 5 else ''}"
 
@@ -165,7 +167,7 @@ def placed_inputs(pins: Pins, names: Sequence[str], types: Sequence[TensorType])
 
 @dataclass(frozen=True, slots=True)
 class ByName:
-    """The restriction of any program to placements of its inputs by their names; other pins are of other programs."""
+    """The restriction of a program to placements of its inputs by their names; pins that match no input are ignored."""
 
     pins: Pins
 
@@ -185,7 +187,7 @@ class ByName:
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """Two restrictions, one after the other."""
+    """The restriction that applies two others, one after the other."""
 
     first: Callable[[Assembly], Assembly]
     second: Callable[[Assembly], Assembly]
@@ -200,7 +202,9 @@ _OTHERWISE = "plan with Auto() and without stages, or leave it out of in_shardin
 def pinned(
     assembly: Assembly, chosen: Mapping[int, ShardingSpec], kind: str = "the pin", remedy: str = "pin it otherwise"
 ) -> Assembly:
-    """The assembly in which inputs lie as they are pinned. Raises NoLegalPlanError where they cannot on this mesh."""
+    """The assembly in which inputs have the pinned placements. Raises NoLegalPlanError where this mesh does not allow
+    them.
+    """
     graph, root = assembly.root.graph, assembly.root
     seconds = list(assembly.problem.seconds)
     for position, spec in chosen.items():
@@ -217,8 +221,8 @@ def pinned(
 
 
 def arriving(assembly: Assembly) -> Assembly:
-    """The assembly in which inputs arrive where the user has placed them. Raises NoLegalPlanError where the mesh has no
-    such axes.
+    """The assembly in which inputs arrive in the user's placements. Raises NoLegalPlanError where the mesh has no such
+    axes.
     """
     graph, chosen = assembly.root.graph, dict[int, ShardingSpec]()
     for position, placement in graph.pinned.items():
@@ -234,7 +238,7 @@ def arriving(assembly: Assembly) -> Assembly:
 def _impossible(
     what: str, type: TensorType, spec: ShardingSpec, mesh: Mesh, possible: Sequence[ShardingSpec], remedy: str
 ) -> NoLegalPlanError:
-    """The error of an input that cannot lie as it is pinned."""
+    """The error of an input whose pinned placement is not possible."""
     unknown = sorted({axis for axes in spec.dims for axis in axes} - set(mesh.axes))
     uneven = [
         f"{'+'.join(axes)} of {parts} does not divide dimension {dim} of {type.shape[dim]}"

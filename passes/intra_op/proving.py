@@ -1,4 +1,4 @@
-"""Answers within a memory limit brought nearer to the optimum, and the proof, over all meshes, of how near they are."""
+"""Answers within a memory limit brought nearer to the optimum, with a bound that holds over all meshes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.solver import Answer, Search, SolverOptions
 
 _FAR = 0.1
-"""The gap of a plan within a limit from which branching for its bound on other meshes is left: it takes as long as the
-search itself, and leaves most of such a gap."""
+"""The gap of a plan within a limit from which bounds on other meshes are not improved by branching: it takes as long as
+the search itself, and leaves most of such a gap.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """The bytes of a limit, those that what is known without a search may need instead, and two numbers of seconds: no
-    answer that takes `cutoff` or more is looked for, and where it is proven that all take `enough`, no more is.
+    """The memory limit in bytes, the bytes `allowed` for answers known without a search, and when to stop.
+
+    No answer of `cutoff` seconds or more is looked for. Once all are proven to take at least `enough` seconds, no more
+    is proven.
     """
 
     limit: float
@@ -28,7 +31,9 @@ class Goal:
 
 
 def run(problems: MeshProblems, solved: Solved, options: SolverOptions, cutoff: float, *, close: bool) -> Answer:
-    """The answer to a mesh's problem, its search gone on with; one of `cutoff` or more need not be the best."""
+    """The answer to a mesh's problem, by continuing its search; an answer of `cutoff` seconds or more need not be the
+    best.
+    """
     search = solved.search or Search(solved.assembly.problem, options)
     before = search.clock.build_seconds, search.clock.solve_seconds
     answer = search.run(cutoff, close=close)
@@ -49,10 +54,10 @@ def proven(
     goal: Goal,
     options: SolverOptions,
 ) -> tuple[Solved, Answer, float]:
-    """The best answer that fits, brought nearer to the optimum, and what plans of other problems take at least.
+    """(problem, answer, least seconds of other problems): the best answer that fits, brought nearer to the optimum.
 
-    Those are on another mesh, or fetch weights otherwise on the same one. No more than the bound of the best need be
-    proven of them, nor than is enough, and where that is far from it, no more than a relaxation says.
+    The other problems are those of other meshes, and the twin of the same one. Their bounds need not exceed the bound
+    of the best or `enough`; where the best is far from its bound, only their relaxations are solved.
     """
     (chosen, fitted), cutoff, enough = best, goal.cutoff, goal.enough
     limit = goal.limit if problems.peak(chosen, fitted.answer.choice).nbytes <= goal.limit else goal.allowed
@@ -76,7 +81,7 @@ def proven(
 def _unlimited(
     problems: MeshProblems, solved: Solved, fitted: Fitted, limit: float, options: SolverOptions
 ) -> tuple[Solved, Fitted]:
-    """A mesh whose cheapest answer, whatever it needs, keeps the limit: solved to the end, where that keeps it, too.
+    """A mesh whose cheapest answer of all keeps the limit: solved without budgets to the gap of the options.
 
     Without budgets, strategies that others replace at no cost are left out: DPO of three blocks has a third as many.
     """

@@ -1,8 +1,8 @@
-"""Seconds of putting arrays into the order in which an operator takes them, on devices where that is no free choice.
+"""Seconds of bringing arrays into the order in which an operator reads them, on devices where that takes time.
 
-XLA's GPU and TPU compilers lay arrays out as their readers like them. On a CPU an array is copied for that, a few
-elements of each cache line that is fetched; products side by side whose left operand has its rows last are taken one
-by one; and a convolution is a product of patches, which are put together first, pixel after pixel.
+XLA's GPU and TPU compilers choose the layout of an array to suit its readers. On a CPU the array is copied, a few
+elements of each cache line at a time; batched products whose left operand has its rows last are computed one by one;
+and a convolution is a product of patches, which are put together pixel by pixel first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from passes.rules import Assignment, ShardingRule
 
 
 def rearranging_seconds(rule: ShardingRule, reads: Sequence[TensorType], assignment: Assignment, mesh: Mesh) -> float:
-    """The seconds that one device spends on the order of its pieces of what an operator reads; 0 where it is free."""
+    """The seconds that one device spends on reordering its pieces of what an operator reads; 0 where it is free."""
     device = mesh.cluster.group().device
     parts, spent = pieces(rule, assignment, mesh), 0.0
     if device.strided_bytes_per_second:
@@ -33,7 +33,7 @@ def rearranging_seconds(rule: ShardingRule, reads: Sequence[TensorType], assignm
 
 
 def is_ordered(rule: ShardingRule, device: DeviceSpec) -> bool:
-    """Whether the order of what an operator reads costs a device something."""
+    """Whether reordering what an operator reads takes time on a device."""
     if device.strided_bytes_per_second and rearranged(rule):
         return True
     if device.pixel_seconds and rule.window > 1:
@@ -42,10 +42,10 @@ def is_ordered(rule: ShardingRule, device: DeviceSpec) -> bool:
 
 
 def is_one_by_one(rule: ShardingRule) -> bool:
-    """Whether an operator is products side by side whose left operand has its rows last: a right operand's gradient is.
+    """Whether an operator is a batched product whose left operand has its rows last, as a right operand's gradient has.
 
-    XLA:CPU (jaxlib 0.10.2) calls a library for each of these, and one kernel for all of them where what is summed over
-    is last: `autopar measure` has 512 products of 8 x 8 x 8 take 1.5 ms so, and 0.13 ms otherwise.
+    XLA:CPU (jaxlib 0.10.2) calls a library for each of these products, and one kernel for all of them where the summed
+    dimension is last: by `autopar measure` 512 products of 8 x 8 x 8 take 1.5 ms so, and 0.13 ms otherwise.
     """
     if not rule.is_product or rule.window > 1:
         return False
@@ -55,12 +55,12 @@ def is_one_by_one(rule: ShardingRule) -> bool:
 
 
 def rearranged(rule: ShardingRule) -> tuple[int, ...]:
-    """The operands that an operator takes in another order than they lie: a transpose's, those of products side by
-    side that hold a dimension of one product before one that numbers the products, and those of convolutions whose
-    channels do not come last, as in gradients.
+    """The operands that an operator reads in another order than that of their elements in memory.
 
-    A left operand with what is summed over first is not counted. Such a product alone takes 1.1 to 1.3 times as long
-    (`python -m benchmarks.operators`), but charged for it, products of weights' gradients were predicted too slow.
+    These are a transpose's operand; operands of batched products with a dimension of one product before a batch
+    dimension; and operands of convolutions whose channels do not come last, as in gradients. A left operand whose
+    summed dimension comes first is not counted: such a product alone takes 1.1 to 1.3 times as long (`python -m
+    benchmarks.operators`), but charged for it, products of weights' gradients were predicted too slow.
     """
     if rule.permutes:
         return (0,)
@@ -72,8 +72,8 @@ def rearranged(rule: ShardingRule) -> tuple[int, ...]:
 
 
 def _has_channels_last(rule: ShardingRule, operand: int) -> bool:
-    """Whether a convolution's images (operand 0) end in channels that its kernel has, or its kernel (1) in those of
-    its result.
+    """Whether the last dimension of a convolution's images (operand 0) is their channels, or that of its kernel
+    (operand 1) the channels of the result.
     """
     last = rule.operands[operand][-1]
     return last >= 0 and last in (rule.operands[1], rule.results[0])[operand]

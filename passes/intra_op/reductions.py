@@ -1,8 +1,8 @@
-"""Sums among the values of a sharding problem: which of their readers the plan reduces them for, and what others pay.
+"""Partial sums in a sharding problem: which reader the plan reduces them for, and what the other readers pay.
 
-The plan reduces a sum once, to where the first node that reads it wants it, and moves the reduced array on
-(passes/placement/reshardings.py). So the edges of a sum stand in the order of the program, with the seconds of going on
-from one placement that its readers want to another.
+The plan reduces a sum once, to the placement that its first reader needs, and reshards the reduced array for the others
+(passes/placement/reshardings.py). So the edges of a sum stand in the order of the program, each with the seconds of
+resharding from one placement that readers need to another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from passes.solver import Edge, Sums
 
 
 class Read(NamedTuple):
-    """The read that an edge stands for: of a value of a subproblem, at the node `at` or by an operator group, and what
-    its resharding is hidden behind.
+    """The read of an edge: of a value of a subproblem, at node `at` or by an operator group; `behind` says what its
+    resharding is hidden behind.
     """
 
     subproblem: Subproblem
@@ -40,14 +40,14 @@ class Read(NamedTuple):
 
 
 class _Known:
-    """The sums of groups whose edges have the same placements; these are known by identity, so they are kept."""
+    """The sums by the identity of their edges' placements; the edges are kept, so that identities stay valid."""
 
     def __init__(self, _: Resharder) -> None:
         self.sums: dict[tuple[object, ...], tuple[Sequence[Edge], tuple[Sums, ...]]] = {}
 
 
 def with_sums(edges: Sequence[Edge], reads: Sequence[Read], resharder: Resharder) -> tuple[Edge, ...]:
-    """The edges, those of sums that several of them read in the order of the program and with their `Sums`."""
+    """The edges; those of a sum with several readers are in the order of the program, and have their `Sums`."""
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, edge in enumerate(edges):
         numbers[edge.group].append(number)

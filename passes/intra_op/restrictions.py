@@ -1,8 +1,8 @@
-"""Restrictions to textbook plans: strategies of a sharding problem that they do not have are ruled out, the rest is
-solved.
+"""Restrictions to textbook plans: strategies of a sharding problem that such plans do not have are ruled out, and the
+rest is solved.
 
-A plan's name says little about its optimizer, its embedding or its loss; ruling out what the textbook does not do and
-solving the rest fills those gaps the best way, and puts the plan on the path that every other plan takes.
+The name of a textbook plan says little about its optimizer, its embedding or its loss. Solving what it leaves open
+gives the best plan of its kind, and one that is priced as every other plan is.
 """
 
 from __future__ import annotations
@@ -31,24 +31,30 @@ from passes.sharding import ShardingSpec
 from passes.transforms import microbatch_stacks
 
 Restriction = Callable[[Assembly], Assembly]
-"""An assembly to one with fewer strategies, as a planner by hand has; raises PlanningError if none are left."""
+"""A function from an assembly to one with fewer strategies, those of a hand-made plan; raises PlanningError if none is
+left.
+"""
 
 BATCH_FIRST = (
     "a loop's iterations follow each other: if it runs over time, put the batch first in what the step takes; "
 )
-"""What comes before other remedies where a loop runs over what was taken for the batch."""
+"""The first remedy of an error where a loop runs over what was taken for the batch."""
 
 ROWS_FIRST = (
     "if rows are along another dimension, as those of several views are, put them first in what the step takes; "
 )
-"""What comes before other remedies where what leads is fewer than the devices, which divide another dimension."""
+"""The first remedy of an error where the leading dimension has fewer elements than there are devices, which divide
+another.
+"""
 
 
 def data_parallel(
     assembly: Assembly, batch: Sequence[int] | None = None, rows: Mapping[int, int] = MappingProxyType({})
 ) -> Assembly:
-    """The assembly with strategies of data parallelism alone, of the `batch` at these positions of inputs, of which
-    what a stage takes has its `rows` along these dimensions.
+    """The assembly with the strategies of data parallelism alone.
+
+    The `batch` is the inputs at these positions; inputs of a stage have the batch along the dimension that `rows`
+    names.
     """
     if not assembly.mesh.axes:
         return assembly
@@ -59,7 +65,7 @@ def data_parallel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DataParallel(StrategyFilter):
-    """The batch cut over an axis, and nothing else."""
+    """The filter for strategies that cut the batch over an axis, and nothing else."""
 
     values: Roles
     axis: str
@@ -73,12 +79,14 @@ class _DataParallel(StrategyFilter):
         return not _cut(spec, self.axis)
 
     def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
-        """Weights that a loop stacks are whole, as they were: cut, each would be gathered when it is read again."""
+        """Whether a stack made in a loop may have this placement: weights stay whole, or each would be gathered when it
+        is read again.
+        """
         return value in self.values.on_batch or not _cut(spec, self.axis)
 
 
 def sharded_by_zero(stage: int, graph: Graph, state_pairs: StatePairs, batch: Sequence[int]) -> list[int]:
-    """The inputs that ZeRO cuts: optimizer state, and in stage 3 parameters, those too that are not updated."""
+    """The inputs that ZeRO cuts: optimizer state and, in stage 3, parameters, including those that are not updated."""
     returned = {graph.inputs[i] for _, i in state_pairs} - microbatch_stacks(graph)
     if stage < 3:
         return sorted(v for v in returned if not in_forward(graph, v))
@@ -91,9 +99,9 @@ def zero(
     batch: Sequence[int] | None = None,
     rows: Mapping[int, int] = MappingProxyType({}),
 ) -> Assembly:
-    """The assembly with strategies of ZeRO's stage 1, 2 or 3 alone: the batch is cut over all axes of the mesh.
+    """The assembly with the strategies of ZeRO's stage 1, 2 or 3 alone: the batch is cut over all axes of the mesh.
 
-    State is cut over as many devices as its dimensions allow, in stage 3 weights are too.
+    State, and in stage 3 weights as well, is cut over as many devices as its dimensions allow.
     """
     axes = assembly.mesh.axes
     if not axes:
@@ -112,7 +120,7 @@ def zero(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Zero(StrategyFilter):
-    """The batch cut over all axes, and the `sharded` values cut as far as can be."""
+    """The filter for strategies that cut the batch over all axes, and the `sharded` values as far as possible."""
 
     mesh: Mesh
     root: Subproblem
@@ -131,7 +139,9 @@ class _Zero(StrategyFilter):
         return (self.root.number, value) in self.sharded or spec.is_replicated
 
     def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
-        """Gradients of a loop's layers are scattered one by one: all of them whole are what ZeRO is there to avoid."""
+        """Whether a stack made in a loop may have this placement: gradients of layers are scattered one by one, as ZeRO
+        never holds all of them whole.
+        """
         return not spec.partial
 
     def nbytes(self, value: Value, spec: ShardingSpec) -> float:
@@ -142,11 +152,11 @@ class _Zero(StrategyFilter):
 
 
 def _made_of_weights(subproblem: Subproblem, values: Roles) -> Iterator[int]:
-    """The values that a subproblem derives from one weight alone, such as a cast: they are weights too, cut alike and
-    gathered for use.
+    """The values that a subproblem makes of one weight alone, such as a cast: they are cut like weights, and gathered
+    for use.
 
-    What is no cast, a transpose for one, of a weight that the forward pass reads as it is too, is none: it is made of
-    the copy that is fetched for the other reader, where it would be fetched a second time itself.
+    Other values, such as a transpose, do not count if the forward pass also reads the weight itself: they are made of
+    the copy that is gathered for that.
     """
     graph, weights_here = subproblem.graph, {value for where, value in values.weights if where == subproblem.number}
     light, copied = weights(graph), set[int]()
@@ -173,8 +183,10 @@ def megatron(
     is_state_cut: bool = False,
     rows: Mapping[int, int] = MappingProxyType({}),
 ) -> Assembly:
-    """The assembly with strategies alone that cut the batch over `data` and every matrix that is multiplied or looked
-    up over `tensor`; if `is_state_cut`, optimizer state is cut over `data` too, as ZeRO-1 does.
+    """The assembly with strategies alone that cut the batch over the axis `data`, and every matrix that is multiplied
+    or looked up over `tensor`.
+
+    With `is_state_cut`, optimizer state is cut over `data` as well, as ZeRO-1 does.
     """
     axes = assembly.mesh.axes
     if tensor not in axes:
@@ -199,9 +211,11 @@ def megatron(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Megatron(StrategyFilter):
-    """The batch cut over the axis `data`, if there is one, and the `matrices` over `tensor`.
+    """The filter for strategies that cut the batch over the axis `data`, if there is one, and the `matrices` over
+    `tensor`.
 
-    `weight_classes` are those of operator groups that stand for dimensions of matrices. The `state` is cut as well.
+    `weight_classes` are the classes of operator groups that are dimensions of matrices. With `state`, that is cut as
+    well.
     """
 
     assembly: Assembly
@@ -247,7 +261,7 @@ class _Megatron(StrategyFilter):
 
 @dataclass(frozen=True, slots=True)
 class Along:
-    """The restriction of `megatron` along axes of these names, the empty name for no axis."""
+    """The restriction of `megatron` along axes of these names; an empty name stands for no axis."""
 
     data: str
     tensor: str
@@ -257,14 +271,16 @@ class Along:
 
 
 class HandMade(NamedTuple):
-    """The plans that a planner by hand may make on a mesh; with `regather`, weights are gathered once a use."""
+    """A hand-made plan that is possible on a mesh, as a restriction; with `regather`, weights are gathered at every
+    use.
+    """
 
     restrict: Restriction
     regather: bool = False
 
 
 def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[HandMade]:
-    """The planners by hand on a mesh, by any names of its axes."""
+    """The hand-made plans that are possible on a mesh, whatever its axes are called."""
     if len(mesh.axes) == 1:
         yield HandMade(partial(data_parallel, batch=batch))
         yield HandMade(partial(megatron, data="", tensor=mesh.axes[0], batch=batch))
@@ -302,19 +318,19 @@ def _cut(spec: ShardingSpec, axis: str) -> bool:
 
 
 def _class_on(strategy: Strategy, axis: str) -> int | None:
-    """The class of dimensions that an axis cuts in a strategy; None for none."""
+    """The class of dimensions that an axis cuts in a strategy; None if it cuts none."""
     return dict(strategy.axis_choice).get(axis)
 
 
 def _on_batch(values: Roles, node: int, strategy: Strategy, axis: str) -> bool:
-    """Whether the axis cuts the batch where there is one, and nothing elsewhere but what is broadcast over it."""
+    """Whether an axis cuts the batch wherever a node has it, and otherwise at most what is broadcast over the batch."""
     classes = values.batch_classes.get(node)
     cls = _class_on(strategy, axis)
     return cls in classes if classes else cls in (None, PARTIAL, *values.aligned_classes.get(node, ()))
 
 
 def _multiplied(subproblem: Subproblem, values: Roles) -> set[Value]:
-    """The weights that heavy operators read; a table of positions, which is merely added, is none of them."""
+    """The weights that heavy operators read; a table of positions, which is only added, is not among them."""
     graph, grouping, number = subproblem.graph, subproblem.grouping, subproblem.number
     weights = {value for where, value in values.weights if where == number}
     read = [
@@ -337,8 +353,8 @@ def _multiplied(subproblem: Subproblem, values: Roles) -> set[Value]:
 
 
 def _weight_classes(subproblem: Subproblem, values: Roles) -> Iterator[tuple[int, frozenset[int]]]:
-    """Every operator group of a subproblem, with the classes of its heavy members that stand for dimensions of a weight
-    matrix, or of the gradient of one: what sums over the batch.
+    """The classes of every operator group, by node, that are dimensions of a weight matrix in its heavy members, or of
+    the gradient of one.
     """
     graph, grouping = subproblem.graph, subproblem.grouping
     weights = {value: rank for (where, value), rank in values.weights.items() if where == subproblem.number}

@@ -1,6 +1,6 @@
-"""The roles of a training step's values: which are the batch, which are weights, and which the rest of the state.
+"""The roles of a training step's values: the batch, the weights, and the rest of the state.
 
-Planners by hand go by them (passes/intra_op/restrictions.py): data parallelism cuts the batch, ZeRO the state.
+Hand-made plans are defined by them (`passes.intra_op.restrictions`): data parallelism cuts the batch, ZeRO the state.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ QUANTIZED = frozenset({"int2", "uint2", "int4", "uint4", "int8", "uint8"})
 """The integers that weights are stored as; wider ones are positions and counts."""
 
 Value = tuple[int, int]
-"""(`Subproblem.number`, value): a value of the program or of a loop's or branch's body."""
+"""(`Subproblem.number`, value): a value of the program, or of the body of a loop or branch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """The roles of values, and the dimensions of operators that are the batch's.
+    """The roles of values, and the dimensions of operators that belong to the batch.
 
-    `batch` inputs have the dimension that the batch is on; if any come in microbatches, they are those. `parameters`
-    are what the loss reads of its state, be it updated in another stage, and weights that nobody updates; `state` is
-    the rest of what the step returns again. `weights` are parameters and their slices inside loops, with the number of
-    dimensions that are their own.
+    `batch` maps inputs to the dimension that the batch is on; if any come in microbatches, it has only those.
+    `parameters` are what the loss reads of the state, even if another stage updates it, and weights that nothing
+    updates; `state` is the rest of what the step returns. `weights` maps parameters, and their slices inside loops, to
+    the number of their own dimensions.
 
-    Values `on_batch` have a dimension that the batch goes on along. `batch_classes[n]` are the classes of operator
-    group node n on the batch. `aligned_classes[n]`, of a node off the batch, are those along which its results meet it,
-    as a mask does that is broadcast over the batch, and those along which parts of the batch lie that a loop takes one
-    after the other.
+    Values `on_batch` have a dimension along which the batch goes on. `batch_classes[n]` are the classes of operator
+    group node n on the batch. For a node off the batch, `aligned_classes[n]` are those along which its results meet the
+    batch, as a mask that is broadcast over it does, and those of the parts of a batch that a loop takes one after the
+    other.
     """
 
     batch: Mapping[int, int]
@@ -51,11 +51,11 @@ class Roles:
 def roles(
     assembly: Assembly, batch_at: Sequence[int] | None = None, rows: Mapping[int, int] = MappingProxyType({})
 ) -> Roles:
-    """The roles of a step's inputs, of which those at `batch_at` are the batch, by default what looks like one.
+    """The roles of a step's inputs; those at `batch_at` are the batch, by default the inputs that look like one.
 
-    In microbatches it is whatever is stacked, with its rows second where `rows` has no other dimension for it.
+    In microbatches the batch is whatever is stacked, with its rows along dimension 1 unless `rows` names another.
 
-    Raises PlanningError when there is none, but of a stage, which may have nothing to do with it.
+    Raises PlanningError where there is none; a stage may have none.
     """
     graph = assembly.root.graph
     stacks = microbatch_stacks(graph)
@@ -87,8 +87,8 @@ def roles(
 
 
 def _is_in_parts(graph: Graph, value: int) -> bool:
-    """Whether a loop with a whole step in it takes an input part by part: the user adds gradients of microbatches up,
-    and the rows of each are cut.
+    """Whether a loop with a whole step in it takes an input part by part, where the user adds up gradients of
+    microbatches by hand: then the rows of each part are cut.
     """
     for node in (graph.nodes[reader] for reader in graph.consumers.get(value, ())):
         control = control_of(node, graph)
@@ -99,8 +99,8 @@ def _is_in_parts(graph: Graph, value: int) -> bool:
 
 
 def frozen(graph: Graph, state_pairs: StatePairs, batch: Collection[int]) -> frozenset[int]:
-    """The inputs beside the batch that are weights though the step does not update them: a base that is adapted, a
-    teacher, a policy that another is held against.
+    """The inputs beside the batch that are weights though the step does not update them: the base of adapters, a
+    teacher, a reference policy.
     """
     others = set(graph.inputs) - {graph.inputs[i] for _, i in state_pairs} - microbatch_stacks(graph) - set(batch)
     weights = (v for v in others if _is_of_weights(graph.types[v]))
@@ -108,7 +108,7 @@ def frozen(graph: Graph, state_pairs: StatePairs, batch: Collection[int]) -> fro
 
 
 def _is_multiplied(graph: Graph, value: int) -> bool:
-    """Whether a product or lookup reads a value or a copy of it, as those of a teacher do beside both passes."""
+    """Whether a product or lookup reads a value or a copy of it, in any phase, as those of a teacher model do."""
     for reader in graph.consumers.get(value, ()):
         node = graph.nodes[reader]
         rule, control = rule_of(node, graph), control_of(node, graph)
@@ -129,7 +129,7 @@ def _is_multiplied(graph: Graph, value: int) -> bool:
 
 
 def _is_of_weights(type: TensorType) -> bool:
-    """Whether an array may hold weights: numbers with a fraction, or quantized ones."""
+    """Whether an array may hold weights: its elements are floating-point numbers, or quantized ones."""
     return bool(type.rank) and (type.dtype in QUANTIZED or type.is_float)
 
 
@@ -148,7 +148,7 @@ def in_forward(graph: Graph, value: int) -> bool:
 
 
 def _shared(graph: Graph, returned: Collection[int], stacks: Collection[int]) -> frozenset[int]:
-    """The parameters that another stage updates: this one reads them in each microbatch and hands on a gradient."""
+    """The parameters that another stage updates: this one reads them in each microbatch and sends a gradient back."""
     loop = loop_of(graph)
     if loop is None:
         return frozenset()
@@ -158,9 +158,9 @@ def _shared(graph: Graph, returned: Collection[int], stacks: Collection[int]) ->
 
 
 def _weights(subproblem: Subproblem, entering: Mapping[int, int]) -> dict[Value, int]:
-    """The weights of a subproblem and of those inside it: a parameter's slice in a loop has a dimension less.
+    """The weights of a subproblem and of those inside it; the slice of a parameter in a loop has one dimension less.
 
-    What a loop stacks of its weights, casts that it keeps for the backward pass, is a weight again.
+    Weights that a loop stacks, such as casts that it keeps for the backward pass, are weights again.
     """
     ranks, weights_here = {(subproblem.number, value): rank for value, rank in entering.items()}, dict(entering)
     for index, control_join in subproblem.control_joins.items():
@@ -184,11 +184,11 @@ def _weights(subproblem: Subproblem, entering: Mapping[int, int]) -> dict[Value,
 
 
 def recurrent(subproblem: Subproblem) -> set[Value]:
-    """The values that all iterations of a loop read alike, in its bodies, as a recurrent cell's weights: fetched once
-    for all of them.
+    """The values that all iterations of a loop read alike, such as the weights of a recurrent cell, in the loops'
+    bodies: gathered once for all.
 
-    A loop that goes forward and backward in one iteration is one over microbatches, with the whole model in it, of
-    which no device has room for more than a part at a time.
+    A loop with a forward and a backward pass in one iteration is one over microbatches, with the whole model in it; no
+    device has room for more than a part of that at a time.
     """
     read: set[Value] = set()
     for control_join in subproblem.control_joins.values():
@@ -203,14 +203,14 @@ def recurrent(subproblem: Subproblem) -> set[Value]:
 
 
 def _types_of_gradients(graph: Graph) -> set[TensorType]:
-    """The types of what the backward pass makes: state of another type has no gradient."""
+    """The types of the values that the backward pass makes: state of another type has no gradient."""
     loop = loop_of(graph)
     bodies = graph.nodes[loop].subgraphs if loop is not None else (graph,)
     return {body.types[v] for body in bodies for node in body.nodes if phase(node) == "backward" for v in node.outputs}
 
 
 def origin(subproblem: Subproblem, value: int, weights: Collection[int]) -> int | None:
-    """The weight that a value is, or is a transposed, reshaped or cast copy of; None for anything else."""
+    """The weight that a value is, or is a transposed, reshaped or cast copy of; None for any other value."""
     graph, roots = subproblem.graph, subproblem.grouping.roots
     value = roots.get(value, value)
     while value in graph.producers:

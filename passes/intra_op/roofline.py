@@ -1,4 +1,4 @@
-"""Seconds and bytes of operators under a sharding: a roofline of flops and bytes over the time of a launch.
+"""Seconds of operators under a sharding, by a roofline of flops and bytes plus the time of a kernel launch.
 
 Reference: Williams, Waterman and Patterson, "Roofline" (CACM 2009).
 """
@@ -9,10 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
+
 from passes.cluster import DeviceSpec, Mesh
 from passes.ir import TensorType
 from passes.memory import is_tpu
 from passes.rules import Assignment, ShardingRule
+from passes.solver import Floats
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 """Rows and columns of the tiles in which a GPU's library multiplies, with the share of the best rate that it reaches
@@ -22,20 +25,29 @@ Reference: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wav
 """
 
 CORE_FLOPS_PER_SECOND = 0.3e12
-"""The rate at which a core of a GPU computes in float32 without tensor cores, which libraries of solves and
-decompositions leave alone: by data sheets 0.18 TFLOP/s on A100 and 0.2 on V100, 0.5 on H100, L4 and B200, 0.65 on
-4090."""
+"""The rate of a GPU core in float32 without tensor cores, which libraries of solves and decompositions do not use: by
+data sheets 0.18 TFLOP/s on A100 and 0.2 on V100, 0.5 on H100, L4 and B200, 0.65 on 4090.
+"""
 
 SMALL = 128
 """The columns of a float32 matrix of 64 KiB, which fits into the memory of one core (96 KiB on V100, 164 on A100): of
 64 such matrices a Cholesky takes 0.13 ms on L40S, of 16 with 512 columns 0.66 (ml-explore/mlx#4262)."""
 
 
-def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float:
-    """The flops of one device; only factors on a dimension divide the work.
+def group_seconds(device: DeviceSpec, dtype: str, flops: Floats, nbytes: Floats, rearranging_seconds: Floats) -> Floats:
+    """Seconds of one operator group: the larger of compute and memory time, what rearranging takes, and one launch.
 
-    Where products of some shapes are slow, or convolutions are fast, flops count for as many as a large product has in
-    the same time.
+    The arrays are the work of one device, of any shape: that of one layout, or of every strategy of the group.
+    """
+    computing = flops / device.matmul_flops_per_second(dtype)
+    passing = nbytes / device.achieved_bytes_per_second
+    return np.maximum(computing, passing) + rearranging_seconds + device.launch_seconds
+
+
+def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float:
+    """The flops of one device under an assignment; only factors on a dimension divide the work.
+
+    Slow shapes of products, and fast convolutions, count as the flops that a large product computes in the same time.
     """
     device = mesh.cluster.group().device
     parts = pieces(rule, assignment, mesh)
@@ -52,7 +64,8 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
 
 
 def computed_flops(rule: ShardingRule, device: DeviceSpec) -> float:
-    """The flops that an operator takes: for CPUs and GPUs, JAX and XLA multiply each row by the matrices of all groups.
+    """The flops that an operator computes; JAX and XLA multiply each row by the matrices of all groups on CPUs and
+    GPUs.
 
     Reference: `_ragged_dot_general_lower` of jax/_src/lax/lax.py (jax 0.10), and what XLA:GPU compiles on an H100.
     """
@@ -60,7 +73,7 @@ def computed_flops(rule: ShardingRule, device: DeviceSpec) -> float:
 
 
 def pieces(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> dict[int, int]:
-    """Factor -> the number of pieces that it is cut into; only those on a dimension are cut."""
+    """Factor -> the number of pieces that an assignment cuts it into, for factors on a dimension."""
     parts = dict[int, int]()
     for axis, factor in assignment:
         if rule.factors[factor].size:
@@ -69,23 +82,22 @@ def pieces(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> dict[int, 
 
 
 def times_made(types: Sequence[TensorType]) -> int:
-    """The times that a product of these results is computed: scores whose gradients are fused are made once more."""
+    """The number of times that a product with these results is computed: twice for scores whose gradients are fused."""
     return max([1, *(type.fused for type in types)])
 
 
 def has_own_rate(rule: ShardingRule, mesh: Mesh) -> bool:
-    """Whether an operator computes at another rate than large products do: as a convolution, or by its shape."""
+    """Whether an operator computes at another rate than large products do: as a convolution, or due to its shape."""
     device = mesh.cluster.group().device
     is_in_columns = rule.columns is not None and device.cores > 0
     return (rule.convolves and device.convolution_efficiency != 1.0) or is_in_columns or _is_slowed(rule, device)
 
 
 def _in_columns(rule: ShardingRule, parts: Mapping[int, int], device: DeviceSpec) -> float:
-    """The seconds of one GPU's decompositions or solves: they compute, read, and take one column after the other; 0 of
-    other operators.
+    """The seconds of a decomposition or solve on a GPU, which takes a matrix column by column; 0 of other operators.
 
-    Matrices of up to `SMALL` columns are taken side by side, one a core. Others take turns: LU of 4 and 8 matrices of
-    512 columns takes 17 and 34 ms (pytorch/pytorch#56887). Of TPUs and CPUs we know no publication that times them:
+    Matrices of up to `SMALL` columns are computed side by side, one a core. Others take turns: LU of 4 and 8 matrices
+    of 512 columns takes 17 and 34 ms (pytorch/pytorch#56887). Of TPUs and CPUs we know no publication that times them:
     there they compute at the rate of products.
     """
     columns = rule.columns
@@ -100,11 +112,11 @@ def _in_columns(rule: ShardingRule, parts: Mapping[int, int], device: DeviceSpec
 
 
 def _is_slowed(rule: ShardingRule, device: DeviceSpec) -> bool:
-    """Whether an operator is a product on a device on which its shape matters.
+    """Whether an operator is a product on a device where its shape matters.
 
     Convolutions are no tiled products on GPUs, whose libraries have other algorithms for them (Winograd, FFT), and no
-    measurement that we know of says how their shapes matter: all reach what large products do. A product of
-    vectors, of two or side by side, XLA makes a sum there, which takes as long as they are read.
+    measurement that we know of says how their shapes matter: all reach what large products do. Products of vectors are
+    sums in XLA, which take as long as reading them.
 
     Reference: `GpuAlgebraicSimplifierVisitor::ShouldStrengthReduceDotToReduce` of XLA.
     """
@@ -116,10 +128,11 @@ def _is_slowed(rule: ShardingRule, device: DeviceSpec) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def _share(cores: int, half_inner: float, batch: float, rows: float, columns: float, inner: float) -> float:
-    """The share of the best rate that a product reaches: tiles are whole, and so are the waves in which cores take
-    them; each begins and ends in the time of `half_inner` steps along the inner dimension.
+    """The share of the best rate that a product reaches on a GPU, whose library chooses the tile.
 
-    The library chooses the tile. Few tiles are cut along the inner dimension, too, so that every core has one.
+    Tiles are whole, and so are the waves in which cores take them; each tile begins and ends in the time of
+    `half_inner` steps along the inner dimension. If there are few tiles, they are cut along the inner dimension, too,
+    so that every core has one.
     """
     best = 0.0
     for high, wide, rate in TILES:
@@ -140,10 +153,10 @@ def batch_size(rule: ShardingRule, parts: Mapping[int, int]) -> float:
 
 
 def extents(rule: ShardingRule, parts: Mapping[int, int]) -> tuple[float, float, float]:
-    """The rows, columns and inner dimension of one device's product of two operands, shared batch dimensions left out.
+    """(rows, columns, inner dimension) of one device's product of two operands, without the batch dimensions.
 
-    A convolution is the product that it is computed as: positions of its result are rows, and every place of its window
-    adds to the inner dimension. That of a gradient of weights is as large as an image.
+    A convolution counts as the product that it is computed as: positions of its result are rows, and every place of its
+    window adds to the inner dimension. The window of a gradient of weights is as large as an image.
     """
     lhs, rhs, out = (
         {f for f in dims if f >= 0 and rule.factors[f].size}

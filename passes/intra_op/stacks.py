@@ -1,8 +1,8 @@
-"""Seconds of the slices that a loop over layers takes out of stacked arrays and writes into them, one by one.
+"""Seconds of copying slices out of stacked arrays and into them, in loops over layers.
 
-No operator of the body has them: written out layer by layer, a program needs neither. XLA copies a slice into its stack
-unless the operator that makes it writes it there itself, which it does where no other reads it and where it is no
-product; and it copies a slice out for a product, while other operators read it in its place.
+Written out layer by layer, a program needs no such copies. XLA copies a slice into its stack unless the operator that
+makes it writes it there itself, which it does where no other operator reads it and where it is no product; and it
+copies a slice out for a product, while other operators read it in place.
 
 Reference: the bodies of loops over the layers of a GPT that XLA compiles (jaxlib 0.10.2): for H100 32 kernels of 53
 write stacks going forward, 12 of 64 read and 12 write them going backward; for CPUs 31 of 68 write them going forward,
@@ -22,7 +22,7 @@ from passes.memory import compiler_of
 from passes.placement import Grouping
 
 _PASSES = 2
-"""A copy reads an array and writes it: the times that its bytes pass memory."""
+"""The times that the bytes of a copy pass memory: it reads an array and writes it."""
 
 _PASSES_TO_BEGIN = MappingProxyType({"cpu": 2, "gpu": 0, "tpu": 0})
 """The times that a stack's bytes pass memory before a loop writes into it. XLA (jaxlib 0.10.2) begins with zeros: for
@@ -32,13 +32,13 @@ not charged: scanned steps are predicted within 3 % of XLA:GPU's own estimates w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """The slices of a stack that a loop copies one by one each time that it runs, and those that it makes room for."""
+    """The slices of a stack that a loop copies each time that it runs, and those that it allocates."""
 
     slices: int = 0
     begun: int = 0
 
     def seconds(self, nbytes: float, mesh: Mesh) -> float:
-        """The seconds of slices of so many bytes on one device of a mesh; none where software unrolls its loops."""
+        """The seconds of copying slices of `nbytes` on one device of a mesh; 0 where software unrolls its loops."""
         device = mesh.cluster.group().device
         if device.unrolls:
             return 0.0
@@ -47,9 +47,9 @@ class Copies:
 
 
 def copies(control: Control, groupings: Sequence[Grouping]) -> Mapping[int, Copies]:
-    """The copies of slices that a loop makes each time that it runs, by the port that the slices come or leave by.
+    """The copies of slices that a loop makes each time that it runs, by the port that the slices enter or leave by.
 
-    Loops with a whole step in each iteration have none: what microbatches hand on are arrays of their own.
+    Loops with a whole step in each iteration make none: what microbatches hand on are arrays of their own.
     """
     taken, kept = ({use.port for use in uses if use.stacked} for uses in (control.operands, control.results))
     of_port: dict[int, Copies] = {}
@@ -72,7 +72,7 @@ def _is_multiplied(body: Body, grouping: Grouping, value: int) -> bool:
 
 
 def _is_written_there(body: Body, grouping: Grouping, value: int) -> bool:
-    """Whether the operator that makes a value of a body writes nothing but its slice of the stack."""
+    """Whether the operator that makes a value of a body writes only that, and straight into the stack."""
     producer = body.graph.producers.get(value)
     is_made = producer is not None and not grouping.rules[producer].is_product
     return is_made and not body.graph.consumers.get(value) and body.graph.outputs.count(value) == 1

@@ -1,12 +1,11 @@
-"""The strategies of one operator group on a mesh: every legal placement of it, with seconds and placements at its
-interface.
+"""The strategies of one operator group on a mesh: every legal placement of it, with its seconds and its interface.
 
 A strategy fixes the assignment of every member. Reshardings inside the operator group (the mean of a cut dimension,
-say) are part of its cost; reshardings between operator groups belong to the edges of the integer program.
+say) are part of its seconds; reshardings between operator groups belong to the edges of the integer program.
 
-Which strategies there may be does not depend on sizes, so it is found once for operator groups of one signature, on
+Which strategies there may be does not depend on sizes, so it is found once for all operator groups of one signature, on
 whatever mesh (`passes.intra_op.strategy_space`); here those whose axes divide are priced, all of an operator group at
-once. Equal operator groups of one program or of several share a table as long as these are planned with one resharder.
+once. Equal operator groups of one program or of several share a table if they are planned with one resharder.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice
 from passes.intra_op.group_walks import Signature, SizelessRule, Where
 from passes.intra_op.rearranging import is_ordered, rearranging_seconds
-from passes.intra_op.roofline import computed_flops, has_own_rate, local_flops, times_made
+from passes.intra_op.roofline import computed_flops, group_seconds, has_own_rate, local_flops, times_made
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.intra_op.sums_in_products import summed_operand
 from passes.ir import Graph, TensorType
@@ -37,14 +36,15 @@ from passes.solver import Floats, Indices
 Types = tuple[TensorType, ...]
 
 MOST_CLASSES = 12
-"""Classes of one operator group from which an axis may choose, at most: with two axes there are twice their square of
-choices. Steps of 88 kinds have up to 7; a scan by halving (`lax.associative_scan`) has some for each half, of which it
-had 47 at 256 elements, and planning took a minute for the halves of halves."""
+"""The most classes of one operator group that an axis may cut: with two axes there are twice their square of choices.
+Steps of 88 kinds have up to 7. A scan by halving (`lax.associative_scan`) has some for each half, 47 at 256 elements,
+and planning took a minute for the halves of halves.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One legal way to place an operator group: what each axis cuts, the members' assignments, and seconds of
+    """One legal placement of an operator group: the choice of axes, the members' assignments, and seconds of
     computing.
     """
 
@@ -58,8 +58,8 @@ class Table:
     """All strategies of an operator group, with the placements of the values that it reads (`inputs`) and writes
     (`makes`).
 
-    An input is (position of the value among the operator group's operands, placements); values are positions too, so
-    that operator groups of one shape share a table. `seconds` [strategies] counts each operator group once.
+    Values are numbered as in the group's signature: an input is (its number, its placement under each strategy).
+    `seconds` [strategies] are those of computing and of reshardings inside the group, run once.
     """
 
     strategies: tuple[Strategy, ...]
@@ -70,7 +70,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """A primitive by name with its rule and the types that it is applied to."""
+    """A primitive by name, with its sharding rule and the types of its operands (`reads`) and results (`writes`)."""
 
     primitive: str
     rule: ShardingRule
@@ -80,12 +80,12 @@ class Operator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSignature:
-    """The structure of an operator group without value numbers: equal signatures have equal tables.
+    """The structure of an operator group without value numbers: groups of equal signatures have equal tables.
 
-    `operators` are numbers of one tabulator. `operands` holds, per member, positions of its operands: (`in`, k) for the
-    k-th value that the operator group holds, (`out`, k) for the k-th value read from elsewhere, None for literals and
-    free values. `options` are the classes that an axis may have, `classes` those of the members' factors. Readers make
-    `unread` (member, operand) pairs and `unwritten` visible values anew. The operand `summed` may come in as a sum.
+    `operators` are numbers of one tabulator. `operands` holds the place of each operand of each member: (`in`, k) for
+    the k-th value of the group, (`out`, k) for the k-th value read from outside, None for literals and free values.
+    `options` are the classes that an axis may cut, `classes` those of the members' factors. `unread` (member, operand)
+    pairs and `unwritten` visible values are computed anew by their readers. The operand `summed` may come in partial.
     """
 
     operators: tuple[int, ...]
@@ -102,9 +102,7 @@ class GroupSignature:
 
 
 class Tabulator:
-    """The tables of operator groups on one mesh; operator groups of equal signature share a table, in whatever program
-    they are.
-    """
+    """The tables of operator groups on one mesh; groups of equal signature share one, in whatever program they are."""
 
     def __init__(self, resharder: Resharder) -> None:
         self.resharder = resharder
@@ -117,7 +115,7 @@ class Tabulator:
         self._parts: Indices = np.array(parts, dtype=np.intp)
 
     def operators(self, graph: Graph, grouping: Grouping) -> list[int]:
-        """The operator number of every node; nodes that share a rule have one operator."""
+        """The number of every node's operator; nodes that share a rule have one operator."""
         numbers: dict[int, int] = {}
         for node, rule in zip(graph.nodes, grouping.rules, strict=True):
             if id(rule) not in numbers:
@@ -127,7 +125,9 @@ class Tabulator:
         return [numbers[id(rule)] for rule in grouping.rules]
 
     def table(self, signature: GroupSignature, source: str) -> Table:
-        """The table of an operator group of this signature. Raises NoLegalPlanError, naming its `source`, for none."""
+        """The table of an operator group of this signature. Raises NoLegalPlanError, which names its `source`, if it is
+        empty.
+        """
         if signature not in self._known:
             table = _Pricing(self, signature).run()
             if table is None:
@@ -140,7 +140,7 @@ class Tabulator:
         return [self._operators[number] for number in signature.operators]
 
     def space(self, signature: GroupSignature) -> StrategySpace:
-        """The strategy space of a signature: strategies legal or not on this mesh."""
+        """The strategy space of a signature: all strategies, whether legal on this mesh or not."""
         may_be_partial = signature.light or signature.summed is not None
         return strategy_space(
             Signature(
@@ -157,7 +157,7 @@ class Tabulator:
         )
 
     def pieces(self, masks: Indices) -> Indices:
-        """The number of devices along each of these sets of axes."""
+        """The number of devices along each of these sets of axes, of the shape of `masks`."""
         return self._parts[masks]
 
     def divided(self, nbytes: Floats, axes: Indices) -> Floats:
@@ -207,7 +207,9 @@ def _uncuttable(type: TensorType, cut_by: Sequence[tuple[str, ...] | None], mesh
 
 
 class _Pricing:
-    """One signature on one mesh: the seconds of its strategies, and the cheapest of those with equal interfaces."""
+    """The pricing of one signature on one mesh: seconds of all strategies, and the cheapest of those with equal
+    interfaces.
+    """
 
     def __init__(self, tabulator: Tabulator, signature: GroupSignature) -> None:
         self.tabulator = tabulator
@@ -251,7 +253,9 @@ class _Pricing:
         )
 
     def _legal(self) -> NDArray[np.bool_]:
-        """Whether each strategy's axes divide what they cut and meet the user's constraints."""
+        """Whether each strategy [strategies] is legal: its axes divide what they cut, and meet the user's
+        constraints.
+        """
         space, mesh = self.space, self.tabulator.mesh
         sizes = [self.members[position].rule.factors[factor].size for position, factor in space.factors]
         factor_sizes = np.array(sizes, dtype=np.intp)[:, None]
@@ -262,17 +266,15 @@ class _Pricing:
         return legal
 
     def _compute_seconds(self) -> Floats:
-        """Seconds of every strategy by a roofline: the larger of compute and memory time, plus one launch.
+        """Seconds of every strategy by the roofline [strategies].
 
-        What only permutes dimensions, or says how they lie, is no kernel where XLA gives its neighbours such layouts.
+        An operator that only permutes dimensions is no kernel where XLA gives its neighbours such layouts.
         """
         rearranging = self._rearranging_seconds()
         if all(member.rule.is_layout for member in self.members):
             return rearranging
         device = self.tabulator.mesh.cluster.group().device
-        rate = device.matmul_flops_per_second(self._dtype())
-        spent = np.maximum(self._flops() / rate, self._nbytes() / device.achieved_bytes_per_second)
-        return spent + rearranging + device.launch_seconds
+        return group_seconds(device, self._dtype(), self._flops(), self._nbytes(), rearranging)
 
     def _rearranging_seconds(self) -> Floats:
         mesh, total = self.tabulator.mesh, np.zeros(len(self.space.axis_choices))
@@ -285,13 +287,13 @@ class _Pricing:
         return total
 
     def _of_assignments(self, position: int, number_of: Callable[[Assignment], float]) -> list[float]:
-        """A number for one member's assignment in every strategy; most strategies share it with others."""
+        """A number for one member's assignment under every strategy [strategies]; many share an assignment."""
         assignments = [assignments[position] for assignments in self.space.assignments]
         numbers = {assignment: number_of(assignment) for assignment in set(assignments)}
         return [numbers[assignment] for assignment in assignments]
 
     def _dtype(self) -> str:
-        """The dtype in which the first member computes: that of its first operand or, without one, of its result."""
+        """The dtype in which the first member computes: that of its first operand or, if it has none, of its result."""
         return next((type.dtype for type in (*self.members[0].reads, *self.members[0].writes)), "float32")
 
     def _flops(self) -> Floats:
@@ -306,7 +308,7 @@ class _Pricing:
         return _added(rows * again[:, None])
 
     def _nbytes(self) -> Floats:
-        """Bytes that a device reads of the operands and writes of the values that leave the operator group."""
+        """Bytes that a device reads of operands and writes of visible values [strategies]."""
         space, rows = self.space, list[Floats]()
         read = [self._read_nbytes(position, operand) for position, operand in space.reads]
         unwritten = self.signature.unwritten
@@ -330,7 +332,7 @@ class _Pricing:
 
 
 def _added(rows: Floats) -> Floats:
-    """The sum of rows, added in order: equal costs stay equal, unlike in a pairwise sum."""
+    """The sum over rows, added in order: equal costs stay equal, unlike in a pairwise sum."""
     return sum(rows, np.zeros(rows.shape[1]))
 
 
@@ -342,9 +344,9 @@ def signature_of(
     operators: Sequence[int],
     remade: frozenset[int] = frozenset(),
 ) -> tuple[GroupSignature, list[int], list[int]]:
-    """An operator group's signature, and the values that its positions stand for: (it, values inside, values read).
+    """(signature, values inside, values read) of an operator group; positions in the signature index these lists.
 
-    Values `remade` are made anew by those that read them.
+    Values `remade` are made anew by their readers.
     """
     members = sorted(operator_group.members)
     nodes = [graph.nodes[member] for member in members]
@@ -380,8 +382,8 @@ def signature_of(
 
 
 def _largest(operator_group: OperatorGroup, graph: Graph, grouping: Grouping) -> tuple[int, ...]:
-    """The classes that axes may have, in order of appearance: of very many those that most elements are made along,
-    and those of inputs and of what the user places.
+    """The classes that axes may cut, in order of appearance; at most `MOST_CLASSES` and those of inputs and
+    constraints.
     """
     classes = operator_group.classes
     if len(classes) <= MOST_CLASSES:

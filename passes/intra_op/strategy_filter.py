@@ -1,4 +1,4 @@
-"""A sharding problem without some of its strategies: those that a filter refuses cost infinitely much."""
+"""A sharding problem restricted by a filter: strategies that it refuses cost infinitely much."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ROUNDING = 1e-9
 
 
 class StrategyFilter:
-    """The strategies that a problem keeps: all, unless a filter overrides it.
+    """The strategies that a problem keeps: all of them, unless a subclass overrides a method.
 
-    Of those that a node keeps, only the ones stay under which its values take the fewest bytes, as `nbytes` counts
-    them. A node that would lose all keeps all.
+    Of the kept strategies of a node, only those stay under which its values take the fewest bytes, as `nbytes` counts
+    them. A node that would lose all its strategies keeps all.
     """
 
     def keeps(self, subproblem: Subproblem, group: int, strategy: Strategy) -> bool:
@@ -33,20 +33,20 @@ class StrategyFilter:
         return True
 
     def keeps_port(self, value: Value, spec: ShardingSpec) -> bool:
-        """Whether an input of a loop's or branch's body may be in a placement."""
+        """Whether an input of the body of a loop or branch may be in a placement."""
         return True
 
     def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
-        """Whether what a loop stacks of a value of its body may be in a placement."""
+        """Whether the stack that a loop makes of a value of its body may be in a placement."""
         return True
 
     def nbytes(self, value: Value, spec: ShardingSpec) -> float:
-        """Bytes of a value in a placement that should be few; 0 for those that may be any."""
+        """Bytes of a value in a placement if they should be as few as possible; 0 for other values."""
         return 0.0
 
 
 def restricted(assembly: Assembly, strategies: StrategyFilter) -> Assembly:
-    """The assembly with those strategies alone that the filter keeps."""
+    """The assembly with only the strategies that the filter keeps."""
     restriction = _Restriction(strategies, list(assembly.problem.seconds))
     for subproblem in assembly.root.all():
         restriction.of_operator_groups(subproblem)

@@ -1,7 +1,8 @@
-"""The strategy space of an operator group: every strategy that some mesh with these axes allows, whatever the sizes.
+"""The strategy space of an operator group: every strategy that is legal on some mesh with these axes, whatever the
+sizes.
 
 A walk through the members gives every axis of a mesh to a class of dimensions, to none, or lets values stay partial
-over it. Sizes only decide which of these strategies remain legal, so operator groups of one *signature* have the same
+over it. Sizes only decide which of these strategies are legal, so operator groups of one *signature* have the same
 space on all meshes with the same axes and at all batch sizes, and it is computed once.
 """
 
@@ -22,8 +23,8 @@ from passes.solver import Indices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """The reshardings of an operand in an operator group: strategy s takes `pairs[which[s] - 1]` (before, after); 0:
-    none.
+    """The reshardings of one operand inside an operator group: strategy s takes `pairs[which[s] - 1]`, a (before,
+    after) pair; 0 is none.
     """
 
     value: int
@@ -33,15 +34,14 @@ class Moves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySpace:
-    """Every strategy that is legal where its axes divide; arrays are parallel to `axis_choices`, and `specs` numbers
-    placements.
+    """Every strategy that is legal where its axes divide; arrays are parallel to `axis_choices`, and index `specs`.
 
     `cuts` [members, strategies] are the sets of axes that divide a member's work, and `masks` [factors, strategies]
-    those that must divide each of `factors`, (member, factor) pairs. `reads` are the (member, operand) pairs that read
-    from memory and `pieces` [reads, then visible values; strategies] the placements in which they do, whose axes in
-    order `depths` [specs, axes] gives (-1: none). `interface` [inputs, then visible and absorbed values; strategies] is
-    what neighbours see, `kinds` numbers its columns, and `inputs` are the values that the operator group reads from
-    elsewhere.
+    those that must divide each of `factors`, which are (member, factor) pairs. `reads` are the (member, operand) pairs
+    that read from memory, and `pieces` [reads, then visible values; strategies] the placements of what is read and
+    written; `depths` [specs, axes] are the axes of a placement in order (-1: none). `interface` [inputs, then visible
+    and absorbed values; strategies] is what neighbours see, and `kinds` numbers its different columns. `inputs` are the
+    values that the operator group reads from outside.
     """
 
     axis_choices: tuple[AxisChoice, ...]
@@ -61,7 +61,7 @@ class StrategySpace:
 
 @lru_cache(maxsize=64)
 def subsets(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Every set of axes, ordered by the number whose bits are its axes."""
+    """Every set of axes; set number n has the axes at the bits of n."""
     return tuple(tuple(a for i, a in enumerate(axes) if mask >> i & 1) for mask in range(1 << len(axes)))
 
 
@@ -74,7 +74,7 @@ def strategy_space(signature: Signature) -> StrategySpace:
 
 
 class _Columns:
-    """A collector of walks into the arrays of a strategy space, which numbers placements as they come."""
+    """A collector that turns walks into the arrays of a strategy space, and numbers placements as they come."""
 
     def __init__(self, signature: Signature, reads: list[tuple[int, int]]) -> None:
         self.signature = signature

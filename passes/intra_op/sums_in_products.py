@@ -1,8 +1,8 @@
-"""The products and transforms that had better take a sum over devices as it is, and have their own result summed up.
+"""Products and transforms that take a partial sum over devices as it is, so that their own result is reduced.
 
-The gradient of a weight that is made of others, as `W + A @ B` of an adapter or a filter of its spectrum, is summed up
-over the batch, and goes through a product or transform to what is updated. That is linear, and its result is smaller:
-each device does it to its own summand, and fewer bytes are reduced.
+The gradient of a weight that is made of others, such as `W + A @ B` of an adapter or a filter of its spectrum, is
+summed over the batch, and goes through a product or transform to what is updated. That is linear, and its result is
+smaller: if each device applies it to its own summand, fewer bytes are reduced.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from passes.placement import Grouping
 
 
 def summed_operand(graph: Graph, grouping: Grouping, index: int) -> int | None:
-    """The operand of a heavy operator that may come in as a sum of which each device has a summand; None if there is
-    none, or nothing is gained by it.
+    """The operand of a heavy operator that may come in partial; None if there is none, or if nothing is gained by it.
 
-    It is linear in the operand and makes less of it. The operand is made by a sum over more than it leaves, as that
-    over a batch is, in whatever linear ways; and all that reads it on the way makes less of it too, as what needs it
-    reduced would reduce it for all.
+    The operator is linear in the operand and its result is smaller. The operand comes from a sum over more elements
+    than it has, such as one over a batch, by linear operators alone. All that reads it on the way has a smaller result,
+    too: a reader that needs it reduced would reduce it for all.
     """
     key = summed_operand, id(grouping)
     known = cast("tuple[Grouping, _Sums] | None", graph.memo.get(key))
@@ -30,7 +29,7 @@ def summed_operand(graph: Graph, grouping: Grouping, index: int) -> int | None:
 
 
 class _Sums:
-    """The values of a graph that are sums, or linear in one, and those that are only made less of."""
+    """The values of a graph that are sums, or linear in one, and those whose readers all have smaller results."""
 
     def __init__(self, graph: Graph, grouping: Grouping) -> None:
         self.graph, self.rules = graph, grouping.rules
@@ -38,7 +37,7 @@ class _Sums:
         self._shrinking: dict[int, bool] = {}
 
     def operand(self, index: int) -> int | None:
-        """The operand of an operator that may come in as summands; None if it is light, or there is none."""
+        """The operand of an operator that may come in partial; None if the operator is light, or if there is none."""
         node, rule = self.graph.nodes[index], self.rules[index]
         for factor in rule.factors if not rule.light else ():
             if not factor.size and len(factor.partial) == 1:
@@ -49,8 +48,8 @@ class _Sums:
         return None
 
     def shrinks(self, index: int, value: int) -> bool:
-        """Whether a heavy operator is linear in a value and its result has fewer bytes, or as many numbers that are
-        real where the value's are complex.
+        """Whether a heavy operator is linear in a value and has a smaller result: fewer bytes, or as many real numbers
+        as the value has complex ones.
         """
         node, rule, types = self.graph.nodes[index], self.rules[index], self.graph.types
         if rule.light or node.inputs.count(value) != 1 or len(node.outputs) != 1:
@@ -61,8 +60,10 @@ class _Sums:
         return smaller and any(not f.size and f.partial == (operand,) for f in rule.factors)
 
     def is_sum(self, value: int) -> bool:
-        """Whether the backward pass sums a value up over more than it leaves, or makes it of such a sum by operators
-        that take summands: light linear ones that make no more of it, and heavy ones.
+        """Whether the backward pass makes a value by a sum over more elements than it has, or from such a sum by
+        operators that take partial sums.
+
+        Those are light linear operators with results that are no larger, and heavy ones.
         """
         if value not in self._sums:
             self._sums[value] = False  # until it is known
@@ -93,7 +94,7 @@ class _Sums:
         return any(not f.size and reads.issubset(f.partial) for f in self.rules[index].factors)
 
     def only_shrinks(self, value: int) -> bool:
-        """Whether all that reads a value makes less of it, behind light linear operators, and it is no result."""
+        """Whether all readers of a value, behind light linear operators, have smaller results, and it is no output."""
         if value not in self._shrinking:
             self._shrinking[value] = False  # until it is known
             readers = self.graph.consumers.get(value, ())
@@ -110,7 +111,7 @@ class _Sums:
         return self._adds_up(index) or all(map(self.only_shrinks, node.outputs))
 
     def _adds_up(self, index: int) -> bool:
-        """Whether a light operator sums its operand up along a dimension, which leaves fewer bytes to reduce."""
+        """Whether a light operator sums its operand along a dimension, so that fewer bytes need reducing."""
         node, rule, types = self.graph.nodes[index], self.rules[index], self.graph.types
         kept = {factor for factors in rule.results for factor in factors}
         summed = any(f.size > 1 and n not in kept and f.reduction == "add" for n, f in enumerate(rule.factors))

@@ -1,4 +1,6 @@
-"""The variants of a step that were planned: which plan is the best so far, which may fit, and what is worth trying."""
+"""The variants of a step that were planned: the best plan so far, what may fit the memory limit, and what is worth
+trying.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from passes.errors import OverBudgetError
 from passes.intra_op.by_hand import SURELY
 from passes.intra_op.forms import computes_more
+from passes.intra_op.incumbent import GOOD_ENOUGH, Incumbent
 from passes.intra_op.mesh_search import MeshSearch
 from passes.intra_op.offloading import idle_state
 from passes.plan import Alternative, Plan
@@ -16,18 +19,8 @@ from passes.progress import SearchContext
 from passes.step import Step, Variant
 from passes.text import quantities
 
-_GOOD_ENOUGH = 1.02
-"""A plan this close, as a factor of its seconds, to the step without a limit is good enough: variants of less memory
-take longer, as they compute more (`python -m benchmarks.memory_limit` shows what a limit costs).
-"""
-
-_BY_OFFLOADING = 4.0
-"""The multiple of its time without a limit that the step as it is written may take, with state offloaded, and be what
-others are measured by; beyond that a bisection finds what fits. Nine residual layers within .95 of their memory: 2.6,
-then 2.1."""
-
 _LOW_MEMORY = 4
-"""The number of variants of least memory that are kept, to be planned for less of it where none fits."""
+"""The number of variants of least memory that are kept, to be planned for even less of it where none fits."""
 
 MOST_OPERATORS = 50_000
 """Once a variant fits, others are planned while all of them on all meshes have fewer operators than this.
@@ -38,7 +31,7 @@ That is all variants of a small step and a few of a GPT of 24 layers: about a mi
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trial:
-    """A variant that was planned: its search over meshes, and the seconds of its plan that fits, if it has one."""
+    """A variant that was planned: its search over meshes, and the seconds of its plan if that fits, else infinity."""
 
     variant: Variant
     search: MeshSearch
@@ -47,9 +40,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedBytes:
-    """The bytes of a device that variants are expected to need at least, by those in other numbers of microbatches.
+    """The least bytes of a device that variants are expected to need, from the same variants in other numbers of
+    microbatches.
 
-    In fewer microbatches at least as much is needed, in twice as many half as much.
+    Fewer microbatches need at least as much; twice as many need half as much or more.
     """
 
     _by_count: dict[Variant, dict[int, float]] = field(default_factory=dict[Variant, "dict[int, float]"])
@@ -66,19 +60,19 @@ class ExpectedBytes:
 
 @dataclass(slots=True, kw_only=True)
 class VariantTrials:
-    """The variants of a step that were planned for at most `limit` bytes, and what they have shown.
+    """The variants of a step that were planned for at most `limit` bytes a device, and what they have shown.
 
-    What is known without a search within the limit, the plan without one and those by hand, may need what is `allowed`.
-    So may the plan of least memory where nothing else is found: a limit whose margin cannot be kept is kept without.
+    Plans that take no search within the limit (the one without a limit, and hand-made ones) may need `allowed` bytes if
+    that is more; so may the plan of least memory where nothing else is found.
 
-    `search` plans a step, its state offloaded or not, on every mesh on which plans beneath so many bytes may be. Once a
-    variant fits, others are tried while all that were `planned`, on all meshes, have fewer than `most` operators, and
-    until the deadline of the `context`.
+    `search(step, offload, most_nbytes, context)` plans a step on every mesh that may have a plan of that many bytes.
+    Once a variant fits, others are tried until all that were `planned` have `most` operators on all meshes, or until
+    the deadline of the `context`.
 
-    `fitted` are those that fit, the fastest first; `low_memory` those of least memory that do not, `refused` those of
-    which plans by hand were left out, and those `waiting` are put off until one fits as it is. `dear` ones take longer
-    than the best whatever memory they need. A plan `by_offloading` that takes much longer than the one without a limit
-    waits until the end. All of it is written by methods, and read by whoever chooses what is tried.
+    `fitted` are the trials that fit, fastest first; `low_memory` those of least memory that do not fit; `refused` those
+    of which hand-made plans were left out; `waiting` those that are put off until some variant fits. Variants in `dear`
+    take longer than the best whatever memory they need. All of these are written by methods, and read by
+    `passes.intra_op.variants`, which chooses what is tried.
     """
 
     step: Step
@@ -87,9 +81,7 @@ class VariantTrials:
     search: Callable[[Step, bool, float, SearchContext], MeshSearch]
     most: int = MOST_OPERATORS
     context: SearchContext = field(default_factory=SearchContext)
-    best: Plan | None = field(default=None, init=False)
-    by_offloading: Plan | None = field(default=None, init=False)
-    least_seconds: float = field(default=0.0, init=False)
+    incumbent: Incumbent = field(default_factory=Incumbent, init=False)
     offloads: bool = field(default=True, init=False)
     operators: int = field(default=0, init=False)
     planned: set[Variant] = field(default_factory=set[Variant], init=False)
@@ -104,23 +96,23 @@ class VariantTrials:
     _last: Trial | None = field(default=None, init=False)
 
     @property
-    def most_nbytes(self) -> float:
-        """The bytes that a plan may need that takes no search within the limit."""
-        return max(self.limit, self.allowed)
+    def best(self) -> Plan | None:
+        """The fastest plan so far that fits, unless it is put off."""
+        return self.incumbent.best
 
     @property
-    def fastest(self) -> Plan | None:
-        """The fastest plan that fits so far, if any does, one that was put off as well."""
-        return min(filter(None, (self.best, self.by_offloading)), key=lambda plan: plan.step_seconds, default=None)
+    def most_nbytes(self) -> float:
+        """The bytes a device that a plan may need which takes no search within the limit."""
+        return max(self.limit, self.allowed)
 
     def goes_on(self) -> bool:
-        """Whether another variant is tried, now that one fits."""
+        """Whether there is time to try another variant, now that one fits."""
         return self.operators < self.most and not self.context.deadline.is_over()
 
     @property
     def wants_better(self) -> bool:
-        """Whether no plan fits yet, or one that may be bettered in the work that is left."""
-        return self.best is None or (self.best.step_seconds > _GOOD_ENOUGH * self.least_seconds and self.goes_on())
+        """Whether no plan fits yet, or the best may be improved on and there is time."""
+        return self.best is None or (not self.incumbent.is_good_enough and self.goes_on())
 
     def is_dear(self, variant: Variant) -> bool:
         """Whether a variant computes more than one that takes longer than the best whatever memory it needs."""
@@ -128,17 +120,19 @@ class VariantTrials:
         return any(computes_more(variant, dear) for dear in self.dear if not of_stacks or dear.kept == variant.kept)
 
     def may_fit(self, variant: Variant) -> bool:
-        """Whether a variant may keep the limit, by what is known of others."""
+        """Whether a variant may keep the limit, by the bytes that others were expected to need."""
         return self._expected.least(variant) <= SURELY * self.limit
 
     def put_off(self) -> None:
-        """Keeps the plan for the end if it takes much longer than without a limit; not where a deadline is set."""
-        is_slow = self.best is not None and self.best.step_seconds > _BY_OFFLOADING * self.least_seconds
-        if is_slow and self.context.deadline.seconds is None:
-            self.by_offloading, self.best = self.best, None
+        """Puts the best plan off to the end if it takes much longer than without a limit, unless a deadline is set."""
+        if self.context.deadline.seconds is None:
+            self.incumbent.put_off()
 
     def without_limit(self, variants: Sequence[Variant]) -> Plan | None:
-        """The cheapest plan of these variants, the step as it is written first, if it fits: then no limit is felt."""
+        """The cheapest plan of these variants if it fits, so that the limit does not matter; None if it does not.
+
+        The first of the variants is the step as it is written.
+        """
         plans = list[Plan]()
         for variant in variants:
             if plans and self.context.deadline.is_over():
@@ -147,12 +141,12 @@ class VariantTrials:
             plans.append(plan := trial.search.cheapest.of_variant(variant))
             self._free[variant] = trial
             if fits := plan.peak_nbytes <= self.most_nbytes:
-                self.best = min(self.best or plan, plan, key=lambda plan: plan.step_seconds)
+                self.incumbent.offer(plan)
             over = f"over the memory limit of {quantities.nbytes(self.limit)}"
             self._tell_of(plan, variant, "takes longer" if fits else over)
             self.context.raise_if_interrupted()
-        self.least_seconds = min(trial.search.least_seconds for trial in self._free.values())
-        best, self.best = self.best, None
+        best = self.best
+        self.incumbent = Incumbent(least_seconds=min(trial.search.least_seconds for trial in self._free.values()))
         if best is not None and best.step_seconds <= min(plan.step_seconds for plan in plans):
             return best.beside([other for other in self.alternatives if other.seconds != best.step_seconds])
         has_way = plans[0].cluster.group().device.host_bytes_per_second > 0
@@ -160,15 +154,15 @@ class VariantTrials:
         return None
 
     def planned_freely(self, variant: Variant, step: Step) -> Trial:
-        """A variant, which is the `step`, planned without a limit."""
+        """The trial of a variant, which is the `step`: the one without a limit if there is one, else a new one."""
         if trial := self._free.get(variant):
             self._last = trial
             return trial
         return self._planned(variant, step, self.limit)
 
     def _planned(self, variant: Variant, step: Step, most_nbytes: float) -> Trial:
-        """A variant planned on every mesh on which plans of at most so many bytes may be."""
-        cutoff = self.best.step_seconds if self.best else float("inf")
+        """The trial of a variant on every mesh that may have a plan of at most `most_nbytes`."""
+        cutoff = self.incumbent.seconds
         context = self.context.part(str(variant), best=self._best_seconds, cutoff=cutoff)
         other = replace(variant, offload=not variant.offload)
         # What does not fit on a mesh may do so with state offloaded.
@@ -181,24 +175,24 @@ class VariantTrials:
         return trial
 
     def _best_seconds(self, unlimited: float | None) -> float | None:
-        """Seconds of the best plan so far; `unlimited` is that of a variant that may not fit."""
+        """Seconds of the best plan so far, to be reported; `unlimited` are those of a variant that may not fit."""
         return self.best.step_seconds if self.best else None if self._free else unlimited
 
     def note(self, trial: Trial) -> None:
-        """Notes that a variant was planned, and whether any plan of it may be worth its memory."""
+        """Notes that a variant was planned, and whether it takes longer than the best whatever memory it needs."""
         self.planned.add(trial.variant)
-        if self.best and not trial.search.infeasible and trial.search.least_seconds >= self.best.step_seconds:
+        if not trial.search.infeasible and trial.search.least_seconds >= self.incumbent.seconds:
             self.dear.append(trial.variant)
 
     def put_in_line(self, trial: Trial) -> bool:
-        """Whether a variant waits, since its cheapest plan does not fit."""
+        """Whether a variant is put off, since its cheapest plan does not fit; if so, it is `waiting` now."""
         if waits := not trial.search.fits(self.limit) and not self.context.is_interrupted:
             self._expected.note(trial.variant, trial.search.expected_nbytes)
             self.waiting.append(trial)
         return waits
 
     def take(self, trial: Trial) -> bool:
-        """Whether the plan of a variant fits and takes less time than the best so far, which it becomes then.
+        """Whether the plan of a variant fits and is faster than the best so far; if so, it is the best now.
 
         Raises the interruption if that ended the variant's own search.
         """
@@ -207,38 +201,32 @@ class VariantTrials:
             self._tell_of(plan, trial.variant, "keeps the memory limit, and takes longer")
             timed = replace(trial, seconds=plan.step_seconds)
             self.fitted = sorted([*self.fitted, timed], key=lambda fitted: fitted.seconds)
-            is_best = self.offer(plan.of_variant(trial.variant))
+            is_best = self.incumbent.offer(plan.of_variant(trial.variant))
         self.context.raise_if_interrupted()
         return is_best
 
-    def offer(self, plan: Plan) -> bool:
-        """Whether a plan that fits takes less time than the best so far, which it becomes then."""
-        if is_best := self.best is None or plan.step_seconds < self.best.step_seconds:
-            self.best = plan
-        return is_best
-
     def take_waiting(self, trial: Trial) -> bool:
-        """Whether a variant that waited fits and is the best so far, as `take` has it; it stays in line."""
-        cutoff = self.best.step_seconds if self.best else math.inf
+        """Whether a variant that waited fits and is the best now, as `take` decides; it stays among the waiting."""
+        cutoff = self.incumbent.seconds
         trial.search.context = replace(trial.search.context, cutoff=cutoff)
         return self.take(trial)
 
     def end_waiting(self) -> None:
-        """Takes all that wait out of line."""
+        """Forgets all trials that wait."""
         self.waiting.clear()
 
     def bring_nearer(self, trial: Trial, enough: float, *, is_best: bool) -> None:
-        """Brings the plan of a variant that fits nearer to the optimum, where it is the best or may become it.
+        """Improves the plan of a variant that fits, where it is the best (`is_best`) or may become it.
 
-        That it takes no less than `enough` seconds is all that is proven of it.
+        The lower bound on its seconds need not exceed `enough`.
         """
-        cutoff = math.inf if is_best or self.best is None else self.best.step_seconds
+        cutoff = math.inf if is_best else self.incumbent.seconds
         plan = trial.search.closer(self.limit, cutoff, enough)
         if plan is not None and plan.step_seconds < cutoff:
-            self.best = plan.of_variant(trial.variant)
+            self.incumbent.best = plan.of_variant(trial.variant)
 
     def _fitting(self, trial: Trial) -> Plan | None:
-        """The cheapest plan of a variant that fits, None if it has none or takes more time than the best so far."""
+        """The cheapest plan of a variant that fits; None if there is none or it takes longer than the best so far."""
         search = trial.search
         if self.context.is_interrupted:
             plan = search.cheapest
@@ -255,13 +243,13 @@ class VariantTrials:
 
     @property
     def _worth(self) -> float:
-        """The factor that a mesh must be able to gain for budgets to be stated there, while some variants wait."""
+        """The factor by which a mesh must be able to gain for rows to be stated there, while some variants wait."""
         if not self.waiting or (self.best is None and self.goes_on()):
             return 1.0
-        return _GOOD_ENOUGH if self.best is None or self.goes_on() else math.inf
+        return GOOD_ENOUGH if self.best is None or self.goes_on() else math.inf
 
     def _tell_of(self, plan: Plan, variant: Variant, why: str) -> None:
-        """Adds the plan of a variant to the alternatives, as one that may not be taken."""
+        """Adds the plan of a variant to the alternatives of the plan that is taken, with the reason `why` it is not."""
         name = f"{str(variant) or 'as written'}, mesh {plan.mesh}"
         alternative = Alternative(name=name, seconds=plan.step_seconds, why=why, peak_nbytes=plan.peak_nbytes)
         self.alternatives.append(alternative)

@@ -29,11 +29,12 @@ from passes.step import Variant
 from passes.transforms import kept_of
 
 _COUNTS = (1, 2, 4, 8, 16, 32)
-"""The numbers of microbatches that are tried where none is asked for."""
+"""The numbers of microbatches that are tried where the user names none."""
 
 _MORE_COUNTS = (64, 128)
-"""The numbers that are tried beyond, where none of those fits as it is: what a microbatch needs halves, what stays does
-not."""
+"""The numbers of microbatches tried where none of `_COUNTS` fits: what a microbatch needs halves, while the
+rest stays.
+"""
 
 _CLOSED, _NEARLY, _AS_WRITTEN = 3, 1.05, 1.25
 """The number of plans that are brought nearer to the optimum, and the factor of the fastest one's seconds that they may
@@ -43,21 +44,23 @@ of them computed again 1.04 times what they take as written, which was 7 % behin
 
 
 def cheapest_variant(trials: VariantTrials) -> Plan:
-    """The cheapest plan that fits. Raises OverBudgetError with the plan of least memory that was met."""
+    """The cheapest plan that fits, over all variants. Raises OverBudgetError with the plan of least memory that was
+    met.
+    """
     with trials.context.ending_early():
         plan = _cheapest(trials)
         return plan.ended(LATE) if trials.context.deadline.was_met else plan
-    return trials.context.kept(trials.fastest).ended(INTERRUPTED)
+    return trials.context.kept(trials.incumbent.fastest).ended(INTERRUPTED)
 
 
 def _cheapest(trials: VariantTrials) -> Plan:
     step = trials.step
     best = trials.without_limit(forms(step.layers if step.has_stacks else 0, step.chosen.count))
-    return _within_limit(trials) if best is None else _with_proven(best, trials.least_seconds)
+    return _within_limit(trials) if best is None else _with_proven(best, trials.incumbent.least_seconds)
 
 
 def _within_limit(trials: VariantTrials) -> Plan:
-    """The cheapest plan that fits, where the cheapest of all does not."""
+    """The cheapest plan that fits, where the cheapest plan without a limit does not."""
     for attempt in _ordered(trials):
         try:
             step = trials.step.variant(attempt.variant)
@@ -70,20 +73,20 @@ def _within_limit(trials: VariantTrials) -> Plan:
     best = _with_more_kept(trials, _fitting(trials))
     others = [alternative for alternative in trials.alternatives if alternative.seconds != best.step_seconds]
     has_forms = trials.offloads or trials.step.layers > 0 or len(trials.step.counts) > 1
-    enough = trials.least_seconds if has_forms else math.inf
+    enough = trials.incumbent.least_seconds if has_forms else math.inf
     return _with_proven(_closer(trials, best, enough), enough).beside(others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """A variant to be tried; one that `may_wait` does so where its cheapest plan does not fit."""
+    """A variant to be tried; if it `may_wait`, it is put off where its cheapest plan does not fit."""
 
     variant: Variant
     may_wait: bool = False
 
 
 def _ordered(trials: VariantTrials) -> Iterator[_Attempt]:
-    """The variants in the order in which they are tried, as far as is allowed if one fits."""
+    """The variants in the order in which they are tried, given that one fits."""
     step = trials.step
     first = Variant(microbatches=step.chosen.count)
     yield _Attempt(variant=first)
@@ -116,7 +119,7 @@ def _ordered(trials: VariantTrials) -> Iterator[_Attempt]:
 
 
 def _counts(possible: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """The numbers of microbatches that are tried, and those that are where none of these fits."""
+    """(numbers of microbatches that are tried, those that are tried where none of these fits)."""
     if len(possible) <= 1:
         return possible or (1,), ()
     counts, more = ([count for count in table if count in possible] for table in (_COUNTS, _MORE_COUNTS))
@@ -126,9 +129,9 @@ def _counts(possible: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
 def _of_least_memory(
     trials: VariantTrials, least: Sequence[Variant], *, is_last: bool
 ) -> Generator[_Attempt, None, list[int]]:
-    """The variants of `least` memory in each number of microbatches, until one fits; returns the numbers that do.
+    """The numbers of microbatches in which the variants of `least` memory fit; they are tried until one does.
 
-    Those that are not expected to fit are tried if no other does and this is the last look.
+    Those that are not expected to fit are tried where no other fits, and only on the last look.
     """
     begun, unlikely = list[int](), list[Variant]()
     for variant in least:
@@ -150,10 +153,10 @@ def _of_least_memory(
 def _keeping_more(
     trials: VariantTrials, of_count: Mapping[int, Sequence[Variant]], offload: bool
 ) -> Generator[_Attempt, None, list[int]]:
-    """The variants that keep more, until one fits; returns the numbers of microbatches that do.
+    """The numbers of microbatches in which variants that keep more fit; they are tried until one does.
 
-    Where weights are larger than activations, computing a layer again may take more room than what it saves. They are
-    tried in the fewest microbatches, and in those of the least memory met so far.
+    Where weights are larger than activations, recomputing a layer may need more memory than it saves. These variants
+    are tried in the fewest microbatches, and in those of the least memory met so far.
     """
     counts = {min(of_count), *(trial.variant.count for trial in trials.low_memory[:1])}
     for variant in (replace(kind, offload=offload) for count in sorted(counts) for kind in of_count[count][:-1]):
@@ -163,11 +166,11 @@ def _keeping_more(
 
 
 def _bisected(trials: VariantTrials, begun: Sequence[int]) -> list[int]:
-    """The numbers of microbatches, of those `begun`, in which the variant of least memory fits, as far as is known.
+    """The numbers of microbatches, of those `begun`, in which the variant of least memory is known to fit.
 
-    The fewest of those that waited are found by bisection: more need less memory and take longer. With a plan at hand,
-    what is not expected to fit is left, and budgets are for gains that are worth it, as long as others are tried at
-    all.
+    The fewest of those that waited are found by bisection: more microbatches need less memory and take longer. Where
+    there is a plan already, variants that are not expected to fit are left out, and rows are stated only for gains that
+    are worth it.
     """
     waiting = sorted(trials.waiting, key=lambda trial: trial.variant.count)
     fitting = [n for n in begun if n not in [trial.variant.count for trial in waiting]]
@@ -194,14 +197,15 @@ def _bisected(trials: VariantTrials, begun: Sequence[int]) -> list[int]:
 
 
 def _fitting(trials: VariantTrials) -> Plan:
-    """The fastest plan that fits: where none was found, one by hand that was not expected to, or that of least memory.
+    """The fastest plan that fits. Where none was found, a hand-made one that was not expected to fit, or the plan of
+    least memory.
 
     Raises OverBudgetError where that does not fit either.
     """
     for trial in [] if trials.best else trials.refused:
         if plan := trial.search.left_out(trials.limit):
-            trials.offer(plan.of_variant(trial.variant))
-    if (fastest := trials.fastest) is not None:
+            trials.incumbent.offer(plan.of_variant(trial.variant))
+    if (fastest := trials.incumbent.fastest) is not None:
         return fastest
     least = _of_fewest_nbytes(trials.low_memory)
     if least is None or least.peak_nbytes > trials.most_nbytes:
@@ -210,14 +214,14 @@ def _fitting(trials: VariantTrials) -> Plan:
 
 
 def _of_fewest_nbytes(trials: Sequence[Trial]) -> Plan | None:
-    """The plan of least memory of these variants, each planned for the least that it can do with."""
+    """The plan of least memory of these variants, each planned for the least memory that it can have."""
     plans = [trial.search.least_memory().of_variant(trial.variant) for trial in trials]
     return min(plans, key=lambda plan: plan.peak_nbytes, default=None)
 
 
 def _with_more_kept(trials: VariantTrials, best: Plan) -> Plan:
-    """The plan with as many of its last layers as can be keeping everything, by bisection."""
-    trials.offer(best)
+    """The plan in which as many of the last layers as possible keep everything, found by bisection."""
+    trials.incumbent.offer(best)
     fewest, most = 0, len(best.remat)
     while most - fewest > 1 and trials.goes_on():
         middle = (fewest + most) // 2
@@ -231,9 +235,9 @@ def _with_more_kept(trials: VariantTrials, best: Plan) -> Plan:
 
 
 def _closer(trials: VariantTrials, best: Plan, enough: float) -> Plan:
-    """The best plan brought nearer to the optimum, or one that is nearly as fast, as long as there is time.
+    """The best plan brought nearer to the optimum, or one that is nearly as fast, as far as there is time.
 
-    That they take no less than `enough` seconds is all that is proven of them: another form may take so few.
+    Lower bounds need not exceed `enough` seconds, as another variant may take no more than that.
     """
     nearest = [each for each in trials.fitted[:_CLOSED] if each.seconds <= _NEARLY * trials.fitted[0].seconds]
     chosen = trials.step.chosen.count
@@ -247,7 +251,7 @@ def _closer(trials: VariantTrials, best: Plan, enough: float) -> Plan:
 
 
 def _with_proven(plan: Plan, least: float) -> Plan:
-    """The plan with no more proven than what holds in all variants: none takes less than `least`, without a limit."""
+    """The plan with a bound that holds for all variants: none takes less than `least` seconds without a limit."""
     solution = plan.solution
     status = "near optimal" if solution.status == "optimal" and least < solution.bound else solution.status
     return replace(plan, solution=replace(solution, bound=min(least, solution.bound), status=status))

@@ -22,8 +22,8 @@ from passes.ir.phases import phase
 class Port:
     """A value that the bodies of a control node share with the program around it.
 
-    A `carry` may stay a sum over devices from one iteration to the next, and so may what is `stacked` as it is made, or
-    `branched`, made by whichever branch runs; `whole` ones are never cut.
+    A `carry` may stay a partial sum from one iteration to the next; so may slices that are `stacked`, and a `branched`
+    result, which whichever branch runs makes. `whole` ports are never cut.
     """
 
     type: TensorType
@@ -53,20 +53,22 @@ class Body:
 
     @property
     def runs(self) -> float:
-        """The times that it runs whenever its node does, on average; a loop of no iterations counts as one of one."""
+        """The average number of times that it runs whenever its node does; a loop of no iterations counts as one of
+        one.
+        """
         return max(self.trips, 1) * self.share
 
     @property
     def is_step(self) -> bool:
-        """Whether it has a forward and a backward pass, as that of a loop over microbatches."""
+        """Whether it has a forward and a backward pass, as the body of a loop over microbatches has."""
         return {phase(node) for node in self.graph.nodes}.issuperset(("forward", "backward"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """A control node: its ports, how its operands and results hang on them, and its bodies.
+    """A loop or branch: its ports, the ports of its operands and results, and its bodies.
 
-    The port `choice` says which of them runs, where only one does.
+    The port `choice` says which of the bodies runs, where only one does.
     """
 
     ports: tuple[Port, ...]
@@ -78,7 +80,9 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """A loop of known `length` over slices: its operands are `constants`, then `carries`, then what is sliced."""
+    """A loop of known `length` over slices: its operands are `constants`, then `carries`, then the stacked arrays that
+    are sliced.
+    """
 
     constants: int
     carries: int
@@ -86,15 +90,15 @@ class Scan:
 
     @property
     def fixed(self) -> int:
-        """The operands that are not sliced."""
+        """The number of operands that are not sliced."""
         return self.constants + self.carries
 
     def params(self) -> Mapping[str, object]:
-        """The parameters of a node that is such a loop."""
+        """The parameters of a node that is this loop."""
         return {"length": self.length, "num_carry": self.carries, "num_consts": self.constants}
 
     def node(self, body: Graph, inputs: tuple[int, ...], outputs: tuple[int, ...], *, source: str, scope: str) -> Node:
-        """A node that is this loop, from its first slices to its last."""
+        """The given node as this loop, running from its first slices to its last."""
         return Node(
             primitive="scan",
             inputs=inputs,
@@ -107,7 +111,7 @@ class Scan:
 
 
 def scan_of(node: Node) -> Scan | None:
-    """The node as a loop of known length, None for any other."""
+    """The loop that a node is, if its length is known; None for any other node."""
     if node.primitive != "scan" or not node.subgraphs:
         return None
     constants, carries, length = (cast("int", node.params[name]) for name in ("num_consts", "num_carry", "length"))
@@ -115,14 +119,14 @@ def scan_of(node: Node) -> Scan | None:
 
 
 def control_of(node: Node, graph: Graph) -> Control | None:
-    """The control flow of a loop or branch; None for an ordinary operator."""
+    """The ports and bodies of a node that is a loop or branch; None for an ordinary operator."""
     if node.primitive not in _READERS or not node.subgraphs:
         return None
     return _READERS[node.primitive](node, graph)
 
 
 def _scan(node: Node, graph: Graph) -> Control:
-    """The control flow of a `scan`: constants, carries, and slices of its stacked operands and results."""
+    """The ports and bodies of a `scan`: constants, carries, and slices of its stacked operands and results."""
     (body,), scan = node.subgraphs, scan_of(node)
     if scan is None:
         raise InternalError(f"{node.primitive} is read as a loop of known length")
@@ -139,9 +143,10 @@ def _scan(node: Node, graph: Graph) -> Control:
 
 
 def _while(node: Node, graph: Graph) -> Control:
-    """The control flow of a `while`, whose number of iterations is unknown: one is counted, as XLA does.
+    """The ports and bodies of a `while`; its number of iterations is unknown, and counts as one, as in XLA.
 
-    Under `vmap` the test has one truth value a row, and rows that are done keep what they carry: then nothing is cut.
+    Under `vmap` the test has a truth value for each row, and rows that are done keep their carries: then nothing is
+    cut.
     """
     test, body = node.subgraphs
     for_test, for_body = cast("int", node.params["cond_nconsts"]), cast("int", node.params["body_nconsts"])
@@ -168,7 +173,7 @@ def _while(node: Node, graph: Graph) -> Control:
 
 
 def _cond(node: Node, graph: Graph) -> Control:
-    """The control flow of a `cond`, whose branches are taken equally often."""
+    """The ports and bodies of a `cond`, whose branches are taken equally often."""
     count = len(node.inputs)
     ports = [Port(type=graph.types[v]) for v in node.inputs]
     ports += [Port(type=graph.types[v], branched=True) for v in node.outputs]

@@ -27,8 +27,7 @@ StatePairs = tuple[tuple[int, int], ...]
 class TensorType:
     """The shape and dtype of a value, dtype by its NumPy or ml_dtypes name (`float32`, `bfloat16`, `key<fry>`).
 
-    One that is `fused` is never in memory: a kernel makes it and keeps it to itself, by so many products where a
-    product makes it.
+    A value that is `fused` is never in memory: a kernel makes it and reads it itself, by as many products as that says.
     """
 
     shape: tuple[int, ...]
@@ -59,12 +58,12 @@ class TensorType:
 
     @property
     def is_float(self) -> bool:
-        """Whether elements are real numbers with a fraction, of any width."""
+        """Whether elements are real floating-point numbers, of any width."""
         return self.dtype.startswith(("float", "bfloat"))
 
     @property
     def is_inexact(self) -> bool:
-        """Whether elements are real or complex numbers with a fraction, which sums and quotients round."""
+        """Whether elements are real or complex floating-point numbers, which sums and quotients round."""
         return self.is_float or self.dtype.startswith("complex")
 
     @property
@@ -95,8 +94,8 @@ def item_nbytes(dtype: str) -> int:
 class Node:
     """One operation: a primitive by name, the values it reads and writes, and its plain-data parameters.
 
-    `source` is the user's `file:line (function)`; `scope` is JAX's name stack, from which phases are read. What
-    computes again what was not kept has RECOMPUTED in it, as `jax.checkpoint` writes it.
+    `source` is the user's `file:line (function)`; `scope` is JAX's name stack, from which phases are read.
+    Recomputation has RECOMPUTED in its scope, as `jax.checkpoint` writes it.
     """
 
     RECOMPUTED: ClassVar[str] = "rematted_computation"
@@ -111,7 +110,7 @@ class Node:
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether it computes again what was not kept."""
+        """Whether it recomputes what the forward pass did not keep."""
         return self.RECOMPUTED in self.scope
 
 
@@ -119,9 +118,9 @@ class Node:
 class Graph:
     """A program: `types[v]` is the type of value v; `literals` are scalars known while planning.
 
-    `input_names` and `output_names` are the user's argument paths (`state.params['wte']`), for people.
-    `constants` are arrays captured by the function; lowering supplies their contents. Inputs at `pinned` positions
-    arrive where the user has placed them.
+    `input_names` and `output_names` are the user's argument paths (`state.params['wte']`), for messages. `constants`
+    are arrays captured by the function; lowering supplies their contents. Inputs at `pinned` positions arrive in
+    placements that the user has chosen.
     """
 
     types: tuple[TensorType, ...]
@@ -150,14 +149,14 @@ class Graph:
 
     @cached_property
     def returned(self) -> frozenset[int]:
-        """The values that are outputs: a deep model has thousands, among which every value of it is looked for."""
+        """The set of values that are outputs."""
         return frozenset(self.outputs)
 
     @cached_property
     def memo(self) -> dict[object, object]:
-        """The results that follow from the graph alone, by what found them, so that each is found once.
+        """A cache of results that follow from the graph alone, by the function that computes them.
 
-        They stay as long as the graph does, and are not sent to other processes with it.
+        It lives as long as the graph, and is not sent to other processes with it.
         """
         return {}
 
@@ -171,7 +170,7 @@ class Graph:
         return hashlib.sha256(_canonical(self).encode()).hexdigest()[:16]
 
     def part(self, nodes: Sequence[int], inputs: Sequence[int], outputs: Sequence[int]) -> Graph:
-        """The subgraph of some nodes, as a program of its own whose values keep their numbers."""
+        """The subgraph of these nodes, as a program of its own whose values keep their numbers."""
         picked = tuple(self.nodes[i] for i in nodes)
         read = {value for node in picked for value in node.inputs}.union(outputs)
         names = dict(zip((*self.inputs, *self.outputs), (*self.input_names, *self.output_names), strict=False))

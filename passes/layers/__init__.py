@@ -1,4 +1,6 @@
-"""The forward pass of a step: its batch, where to cut it, which blocks repeat, and the step with fewer of them."""
+"""The forward pass of a step: its batch, its layers and equal blocks, the places to cut it, and a sample with fewer
+blocks.
+"""
 
 from passes.layers import forward, layer_names, modules
 from passes.layers.attention import fused_attention

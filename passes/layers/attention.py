@@ -1,9 +1,9 @@
 """Attention that a device fuses: its scores, softmax(Q K^T), exist inside one kernel and nowhere else.
 
-A chain is recognised, not a name: scores are made by a batched product, normalised by a maximum and a sum, and read by
-another batched product. Whatever has as many elements and belongs to them, weights, masks and the gradients of both,
-stays in the kernel with them; Q, K, V, the result and the sums of the softmax are arrays. Loops hand scores on to the
-loops of the backward pass. Where somebody else reads scores nothing is fused.
+It is recognised by its operators, not by a name: scores are made by a batched product, normalised by a maximum and a
+sum, and read by another batched product. Arrays of as many elements that belong to them (weights, masks, the gradients
+of both) stay in the kernel with them; Q, K, V, the result and the sums of the softmax are in memory. Loops may hand
+scores on to the loops of the backward pass. Where any other operator reads the scores nothing is fused.
 
 Reference: Dao et al., "FlashAttention" (2022): the backward pass computes the scores again, one product more.
 """
@@ -19,19 +19,23 @@ from passes.ir import Control, Graph, control_of, phase
 from passes.rules import rule_of
 
 FUSED, MADE_AGAIN = 1, 2
-"""`TensorType.fused` of what stays in the kernel, and of the gradients beside which scores are computed once more."""
+"""Values of `TensorType.fused`: for all that stays in the kernel, and for gradients of scores, for which the scores are
+computed once more.
+"""
 
 
 def fused_attention(graph: Graph) -> Graph:
-    """The same program with types that say what a fused kernel keeps to itself; as it is where it has no attention."""
+    """The same program, whose types say which values a fused kernel keeps to itself; the program as it is without
+    attention.
+    """
     kernel = _Kernel(graph, frozenset(), whole=True)
     return kernel.marked() if kernel.is_closed else graph
 
 
 class _Kernel:
-    """The values of a program, or of the body of a loop, that a fused kernel keeps to itself.
+    """The values of a program, or of the body of a loop, that fused kernels keep to themselves.
 
-    `given` are inputs that are scores outside. The `whole` program may not return any.
+    `given` are inputs that are scores outside of the body. A `whole` program must not return any.
     """
 
     def __init__(self, graph: Graph, given: Collection[int], *, whole: bool) -> None:
@@ -42,7 +46,7 @@ class _Kernel:
         self.bodies = {index: self._inside(index, control) for index, control in self.controls.items()}
 
     def _groups(self) -> Iterable[frozenset[int]]:
-        """The values that light operators make of each other, element by element."""
+        """The groups of values that light operators compute from each other, element by element."""
         parents: dict[int, int] = {}
 
         def find(value: int) -> int:
@@ -63,7 +67,7 @@ class _Kernel:
         return [frozenset(group) for group in groups.values()]
 
     def _is_kernel(self, group: frozenset[int]) -> bool:
-        """Whether a group of values is all that a fused kernel makes of scores."""
+        """Whether a group of values is all that a fused kernel computes of its scores."""
         made_by = {self.graph.producers[v] for v in group if v in self.graph.producers}
         read_by = {reader for v in group for reader in self.graph.consumers.get(v, ())}
         reductions = {kind for reader in read_by for kind in self._reduced(reader)}
@@ -87,12 +91,12 @@ class _Kernel:
         return self.rules[node].is_product and self.rules[node].is_batched
 
     def _reduced(self, node: int) -> set[str]:
-        """The ways in which a light operator reduces its operand."""
+        """The kinds of reductions that a light operator applies to its operand."""
         factors = self.rules[node].factors if self.rules[node].light else ()
         return {factor.reduction for factor in factors if factor.size and factor.reduction}
 
     def _inside(self, index: int, control: Control) -> tuple[_Kernel, ...]:
-        """The kernels of the bodies of a loop or branch; what it hands on of theirs joins the values here."""
+        """The kernels in the bodies of a loop or branch; the scores that these hand on join the values of this one."""
         node = self.graph.nodes[index]
         entering = {w.port for v, w in zip(node.inputs, control.operands, strict=True) if v in self.values}
         bodies: list[_Kernel] = []
@@ -110,7 +114,7 @@ class _Kernel:
         return tuple(bodies)
 
     def _is_spread(self, value: int) -> bool:
-        """Whether a value is broadcast for loops alone, as a mask is."""
+        """Whether a value is broadcast for loops alone, as a mask may be."""
         graph, producer = self.graph, self.graph.producers.get(value)
         if producer is None or not self.rules[producer].light:
             return False
@@ -120,7 +124,7 @@ class _Kernel:
 
     @property
     def is_closed(self) -> bool:
-        """Whether scores are read by parts of the kernel alone, through all loops."""
+        """Whether the scores are read by parts of the kernel alone, through all loops."""
         outside = set(self.graph.outputs) if self.whole else set[int]()
         readers = ((v, reader) for v in self.values for reader in self.graph.consumers.get(v, ()))
         return (
@@ -131,7 +135,9 @@ class _Kernel:
 
     @cached_property
     def made_again(self) -> frozenset[int]:
-        """The gradients of scores: what the backward pass makes by a product and no maximum is taken of."""
+        """The gradients of scores: values that the backward pass makes by a product, and of which no maximum
+        is taken.
+        """
         graph = self.graph
         return frozenset(
             value
@@ -154,7 +160,7 @@ class _Kernel:
         return False
 
     def marked(self) -> Graph:
-        """The program with these types."""
+        """The program with the types that say what kernels keep."""
         if not self.values and not self.bodies:
             return self.graph
         again = self.made_again

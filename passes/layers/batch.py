@@ -1,8 +1,8 @@
-"""The inputs that are a step's batch: their leading dimension runs through the work of the forward pass.
+"""The inputs that are a step's batch: those whose leading dimension runs through the work of the forward pass.
 
 Dimensions that operators cut together are one class. The batch's is the class along which most work is done and nothing
-is summed up: features are contracted by products, positions and masks have their dimension second elsewhere, a key or a
-vector of learning rates has one that leads nowhere.
+is summed: features are contracted by products, positions and masks have their dimension second in other arrays, and the
+dimension of a key or of a vector of learning rates leads nowhere.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from passes.layers.dims import DimClasses, Work, stands_alone
 from passes.rules import rules_of
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
-"""The remedy where something else was taken for the batch."""
+"""The remedy of an error where another input than the batch was taken for it."""
 
 ALMOST = 0.9
-"""Classes of so much of the most work are equally likely to be the batch's, which then is the one that only leads."""
+"""Classes with this share of the most work are equally likely to be the batch's; it is then the one that only leads."""
 
 WORTH = 0.01
-"""The share of the batch's work that makes another class, apart from it, a second batch: unlabelled beside labelled, or
-as many rows of another tower, each of which is compared with every row of the first.
+"""The share of the batch's work from which another class, apart from it, is a second batch: unlabelled rows beside
+labelled ones, or as many rows of another tower, each of which is compared with every row of the first.
 
-A class that is summed up in more work of the batch than it does itself is none: features, such as the rows of weights
-that are adapted or scaled before they are used, and not updated.
+A class that is summed in more work of the batch than it does itself is none: those are features, such as the rows of
+weights that are adapted or scaled before they are used, and not updated.
 """
 
 
 def batch_inputs(graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()) -> tuple[int, ...]:
-    """The positions of the inputs that are the batch, along dimension 0; none where no input can be.
+    """The positions of the inputs that are the batch, along dimension 0; empty where no input can be.
 
-    The user may have said so of each input (`named`). Otherwise, inputs that `state_pairs` names are state, unless the
-    step returns all that it takes; then what it returns unchanged may be the batch. What nothing reads is the batch
-    only where nothing else can be. Found once for a graph.
+    The user may have said so of each input (`named`). Otherwise, inputs that `state_pairs` name are state, unless the
+    step returns all that it takes; then inputs that it returns unchanged may be the batch. An input that nothing reads
+    is the batch only where no other can be. The result is cached on the graph.
     """
     if any(named):
         return tuple(i for i, is_batch in enumerate(named) if is_batch and has_rows(graph, i))
@@ -70,11 +70,11 @@ def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
 
 
 def _one_row(along: _Along, rows: Mapping[int, int]) -> tuple[int, ...]:
-    """The inputs that are a batch of one row, of those that may be the batch with so many `rows`; none where it has
-    more.
+    """The inputs that are a batch of a single row; empty if the batch has more rows. `rows` has the inputs that may be
+    it.
 
-    A row goes through all work, weights and positions through less of it: more work decides between dimensions that
-    only lead. What leads in the row's place, after its own dimension is gone, is one with it, as positions are.
+    A row goes through all work, weights and positions through less of it, so more work decides between dimensions that
+    only lead. A dimension that leads where the row's own is gone, as positions do, counts as the row's.
     """
     if not along.most:
         return ()
@@ -90,8 +90,9 @@ def _one_row(along: _Along, rows: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def rows_along(graph: Graph, batch: Collection[int], values: Collection[int]) -> dict[int, int]:
-    """The dimension of each value along which it has the rows that `batch` inputs have along their first; what has no
-    rows, or not along one dimension alone, is left out.
+    """The dimension of each value along which it has the rows that `batch` inputs have along their first.
+
+    Values without rows, or with rows along more than one dimension, are left out.
     """
     dims = DimClasses()
     firsts = dims.add(graph).firsts
@@ -104,10 +105,10 @@ def rows_along(graph: Graph, batch: Collection[int], values: Collection[int]) ->
 def loops_over_batch(
     graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()
 ) -> dict[int, tuple[bool, ...]]:
-    """The nodes that are loops over rows of the batch, each row by itself: those of `jax.lax.map`, and of its gradient;
-    with each, whether its carries go on as they came.
+    """The nodes that are loops over rows of the batch, each row by itself (`jax.lax.map` and its gradient); with each,
+    whether its carries go on unchanged.
 
-    A loop with a whole step in it runs over microbatches, which are to stay one after the other.
+    A loop with a whole step in it runs over microbatches, which stay one after the other.
     """
     if not any(stands_alone(node) for node in graph.nodes):
         return {}
@@ -119,7 +120,7 @@ def loops_over_batch(
 
 
 def _unchanged(node: Node) -> tuple[bool, ...]:
-    """Whether each carry of a loop over slices goes on as it came."""
+    """Whether each carry of a loop over slices leaves an iteration as it came."""
     scan, (body,) = scan_of(node), node.subgraphs
     begins = body.inputs[scan.constants : scan.fixed] if scan else ()
     return tuple(begin == end for begin, end in zip(begins, body.outputs, strict=False))
@@ -132,7 +133,7 @@ def _is_a_step(node: Node, graph: Graph) -> bool:
 
 
 def has_rows(graph: Graph, position: int) -> bool:
-    """Whether an input may be a part of a batch: it has elements along a leading dimension, and is not a single key."""
+    """Whether an input may be a part of a batch: it has a leading dimension with elements, and is not a single key."""
     value = graph.inputs[position]
     type, readers = graph.types[value], [graph.nodes[reader] for reader in graph.consumers.get(value, ())]
     made = (graph.types[v] for node in readers for v in node.outputs)
@@ -141,7 +142,7 @@ def has_rows(graph: Graph, position: int) -> bool:
 
 
 def taken_for(graph: Graph, positions: Sequence[int]) -> str:
-    """The inputs that are taken for the batch in words, with their types; the first few of many."""
+    """The inputs that were taken for the batch, with their types, as text for an error; the first few of many."""
     names = dict(enumerate(graph.input_names))
     words = [f"{names.get(i) or f'input {i}'} {graph.types[graph.inputs[i]]}" for i in positions]
     return f"taken for the batch: {', '.join(words[:3])}" + (f" and {len(words) - 3} more" if len(words) > 3 else "")
@@ -149,8 +150,10 @@ def taken_for(graph: Graph, positions: Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Along:
-    """The work along the leading dimension of each input that may be the batch: `dims` are the classes of its
-    dimensions, by position, `inner` those that do not lead in some input; `works` is that of each operator.
+    """The work along the leading dimension of each input that may be the batch.
+
+    `dims` are the classes of its dimensions, by position; `inner` those that some input has in another place than the
+    first; `works` is the work of each operator.
     """
 
     dims: Mapping[int, Sequence[int]]
@@ -159,8 +162,9 @@ class _Along:
 
     @classmethod
     def of(cls, graph: Graph, candidates: Sequence[int], *, single: bool = False) -> _Along:
-        """The classes along the dimensions of the inputs at these positions; of a `single` element only if asked
-        for."""
+        """The classes of the dimensions of the inputs at these positions; those of a `single` element only if asked
+        for.
+        """
         dims = DimClasses(single=single)
         firsts = dims.add(graph).firsts
         classes = {v: [dims.root(firsts[v] + d) for d in range(graph.types[v].rank)] for v in graph.inputs}
@@ -172,7 +176,7 @@ class _Along:
 
     @cached_property
     def heads(self) -> Mapping[int, int]:
-        """The class of the leading dimension of each, by position."""
+        """The class of the leading dimension of each input, by position."""
         return {i: dims[0] for i, dims in self.dims.items()}
 
     @cached_property
@@ -185,12 +189,13 @@ class _Along:
         return max(self.work.values())
 
     def leading(self) -> list[int]:
-        """The inputs along which about most work is done."""
+        """The inputs along whose leading dimension about most work is done."""
         return [i for i, head in self.heads.items() if self.work[head] >= ALMOST * self.most]
 
     def beside(self, first: int, rows: Mapping[int, int]) -> set[int]:
-        """The classes of the batch of which this input is a part: its own, and those of a second batch. Of the inputs
-        that may be in it, `rows` says how many each has.
+        """The classes of the batch that this input is a part of: its own, and those of a second batch.
+
+        `rows` has the number of rows of each input that may be in it.
         """
         heads, batch, extents = self.heads, {self.heads[first]}, {rows[first]}
         of_batch = [(flops, kept, summed) for flops, kept, summed in self.works if heads[first] in kept]

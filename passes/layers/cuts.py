@@ -18,9 +18,10 @@ from passes.layers.forward import forward_nodes
 from passes.rules import rules_of
 
 UNEVEN = ((0.1, 0.25, 0.5), (1.0, 3.0))
-"""Bounds on how far the largest part may exceed the average work, as shares of it, tried in order; the first tier with
-any cut wins. A pipeline is as slow as its slowest stage, so that more bytes are accepted before parts of twice the
-average (`python -m benchmarks.planning --pipeline` shows the stages)."""
+"""Bounds on how far the largest part may exceed the average work, as shares of it, tried in order; the first tier in
+which there is a cut wins. A pipeline is as slow as its slowest stage, so more crossing bytes are accepted before parts
+of twice the average (`python -m benchmarks.planning --pipeline` shows the stages).
+"""
 
 MARGIN = 0.02
 """The share of the work that must lie on both sides of a cut: few bytes cross next to the inputs and the loss, and a
@@ -29,7 +30,8 @@ stage of an embedding or a loss alone would be idle."""
 CROSSING = (1.2, 2.0, 8.0, np.inf)
 """Bounds on the bytes that cross a cut, as multiples of the least that cross anywhere, tried in order.
 
-Between blocks of a transformer the residual stream crosses; inside one that and as much again, or four times as much.
+Between the blocks of a transformer the residual stream crosses; inside a block, that and as much again, or four times
+as much.
 """
 
 
@@ -62,9 +64,8 @@ def _flops(body: Graph, index: int) -> float:
 def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
     """The first body node of each of `n_stages` stages of even work, cut where few bytes cross.
 
-    With a `pattern` of module names, only where one such module gives way to another.
-
-    Raises PlanningError where there are fewer places to cut than that.
+    With a `pattern` of module names, cuts are only where one matching module gives way to another. Raises PlanningError
+    where there are too few places to cut.
     """
     if n_stages == 1:
         return (0,)
@@ -105,7 +106,9 @@ def _cheapest(
     n_stages: int,
     limit: float,
 ) -> tuple[int, ...]:
-    """The `n_stages` - 1 of the places with the least bytes crossing where no stage has more than `limit` flops."""
+    """The `n_stages` - 1 places where fewest bytes cross, with no stage of more than `limit` flops; empty if there are
+    none.
+    """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for _ in range(n_stages - 1):
         extended: dict[int, tuple[float, tuple[int, ...]]] = {}

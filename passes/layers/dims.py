@@ -1,7 +1,7 @@
-"""Dimensions of a program's values in classes of those that operators cut together, through loops and branches.
+"""Classes of dimensions of a program's values that operators cut together, through loops and branches.
 
-Dimensions are numbered through all values, and classes are kept as in union-find: `DimClasses.add` numbers a graph and
-unites what its operators cut together, `DimClasses.root` is the dimension that stands for a class.
+Dimensions are numbered over all values, and classes are kept as in union-find: `DimClasses.add` numbers a graph and
+unites the dimensions that its operators cut together, `DimClasses.root` is the dimension that stands for a class.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from passes.rules import ShardingRule, rules_of
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """The number of the first dimension of each value of a graph (`firsts`); the same of the bodies of its loops and
-    branches, by node.
+    """The numbers of a graph's dimensions: `firsts[v]` is that of the first dimension of value v; `bodies` has the same
+    for bodies, by node.
     """
 
     firsts: Sequence[int]
@@ -25,7 +25,9 @@ class Numbering:
 
 
 class Work(NamedTuple):
-    """The flops of an operator, the classes of dimensions that it keeps and sums up none of, and those it sums up."""
+    """The flops of an operator, the classes of dimensions that it keeps without summing any of them, and those that it
+    sums.
+    """
 
     flops: float
     kept: frozenset[int]
@@ -33,7 +35,7 @@ class Work(NamedTuple):
 
 
 class _Operator(NamedTuple):
-    """The flops of an operator, and a dimension of each of its factors, kept and summed up."""
+    """The flops of an operator, and a dimension for each of its factors: those it keeps, and those it sums."""
 
     flops: float
     is_forward: bool
@@ -45,10 +47,11 @@ class _Operator(NamedTuple):
 class DimClasses:
     """The classes of dimensions that are cut together, of all values of a program, those of bodies included.
 
-    Dimensions of a `single` element, which nothing cuts, are united only if that is asked for. With a `multiple`,
-    factors whose size it divides are followed alone, and elements keep their order along a class: the rows of two
-    batches that are put together, or of one that is split for a loop to run over, are of one class without, of several
-    with it. `loop_dims` are the dimensions that loops of the program run over, by node, where iterations stand alone.
+    Dimensions of a `single` element, which nothing cuts, are united only if that is asked for. With a `multiple`, only
+    factors whose size it divides are followed, and elements keep their order along a class: the rows of two batches
+    that are concatenated, or of one that is split for a loop to run over, are one class without a multiple, and several
+    with one. `loop_dims` are the dimensions that loops of the program run over, by node, where iterations are
+    independent.
     """
 
     single: bool = False
@@ -63,7 +66,7 @@ class DimClasses:
         return self.multiple > 1
 
     def add(self, graph: Graph, times: float = 1.0, around: tuple[int, ...] | None = None) -> Numbering:
-        """The numbers of the dimensions of a graph that runs so many times, with what it cuts together united.
+        """The numbers of the dimensions of a graph that runs `times` a step, those that it cuts together united.
 
         It runs for every element along the dimensions of the loops `around` it; the program itself has None.
         """
@@ -88,9 +91,9 @@ class DimClasses:
     def _add_control(
         self, graph: Graph, node: Node, control: Control, firsts: Sequence[int], times: float, around: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[Numbering, ...]]:
-        """(the dimension that a loop runs over, if its iterations stand alone; the numbers in all bodies).
+        """(the dimension that a loop runs over, if its iterations are independent; the numbers in all bodies).
 
-        Dimensions of values on either side of a port are cut together.
+        Dimensions of values on either side of a port are united.
         """
         ports = self._numbered([port.type.rank for port in control.ports])
         port_uses = (
@@ -115,7 +118,9 @@ class DimClasses:
     def _add_operator(
         self, graph: Graph, node: Node, rule: ShardingRule, firsts: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """(the dimensions that an operator keeps, those that it sums up), operands' united with results'."""
+        """(the dimensions that an operator keeps, those that it sums), with dimensions of operands and
+        results united.
+        """
         read, made = [firsts[v] for v in node.inputs], [firsts[v] for v in node.outputs]
         apart = [] if self._keeps_order else list(split_for_loop(graph, node, rule))
         for before, after in apart:
@@ -127,8 +132,10 @@ class DimClasses:
         return kept, summed
 
     def _unite_batches(self, graph: Graph, node: Node, rule: ShardingRule, firsts: Sequence[int]) -> None:
-        """Unites rows of inputs with what a node puts together of them and as many others, or some times as many: two
-        views of a batch that go through one network at once, or labelled and unlabelled rows.
+        """Unites the rows of inputs with those of what a node concatenates of them and as many others, or a multiple of
+        them.
+
+        Such as two views of a batch that go through one network at once, or labelled and unlabelled rows.
         """
         rows = [next(iter(graph.types[value].shape), 0) for value in node.inputs]
         are_put_together = len(rows) > 1 and {(operand, 0, 0) for operand in range(len(rows))} <= {*rule.moves}
@@ -140,7 +147,7 @@ class DimClasses:
                 self._unite(firsts[value], firsts[node.outputs[0]])
 
     def _loop_dims(self, node: Node, control: Control, firsts: Sequence[int]) -> tuple[int, ...]:
-        """The dimension that a loop runs over, where its iterations stand alone, that of all its slices; or none."""
+        """The dimension that a loop with independent iterations runs over, which is that of all its slices; or none."""
         if not stands_alone(node):
             return ()
         sides = (
@@ -168,7 +175,7 @@ class DimClasses:
     def _unite_factors(
         self, rule: ShardingRule, read: Sequence[int], made: Sequence[int], apart: Collection[int]
     ) -> tuple[list[int], list[int]]:
-        """(the dimensions that an operator keeps, those that it sums up), one of each factor, united with the rest.
+        """(the dimensions that an operator keeps, those that it sums), one for each factor, united with its others.
 
         Factors `apart` are split, and go on as another one.
         """
@@ -203,9 +210,7 @@ class DimClasses:
 
 
 def stands_alone(node: Node) -> bool:
-    """Whether a node is a loop over slices whose iterations need nothing of each other: all that they carry are sums of
-    what each of them adds, and what none of them changes.
-    """
+    """Whether a node is a loop over slices whose iterations are independent: its carries are sums, or never change."""
     if (scan := scan_of(node)) is None or len(node.inputs) == scan.fixed:
         return False
     (body,) = node.subgraphs
@@ -215,7 +220,7 @@ def stands_alone(node: Node) -> bool:
 
 
 def _is_summed(body: Graph, value: int, end: int) -> bool:
-    """Whether nothing is done with a value that a body takes but to add to it what is returned at the `end`."""
+    """Whether all that a body does with an input is to add to it what it returns at the `end`."""
     rules = rules_of(body)
     while value != end:
         readers = body.consumers.get(value, ())
@@ -231,8 +236,8 @@ def _is_summed(body: Graph, value: int, end: int) -> bool:
 
 
 def split_for_loop(graph: Graph, node: Node, rule: ShardingRule) -> Iterator[tuple[int, int]]:
-    """(a dimension of a node's operand, that of its result which goes on) where the node splits the first off for a
-    loop to run over: a batch in parts, whose gradients are added up by hand.
+    """(a dimension of a node's operand, the dimension of its result that goes on) where the node splits off the first
+    one for a loop, as a batch in parts whose gradients are added by hand.
     """
     for reader in graph.consumers.get(node.outputs[0], ()) if rule.splits else ():
         control = control_of(graph.nodes[reader], graph)

@@ -1,4 +1,6 @@
-"""The nodes of a step by phase: forward, between which it is cut, later ones, and those copied to every stage."""
+"""The nodes of a step by phase: forward nodes, between which it is cut, later ones, and those that every stage
+computes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _TRANSPOSED = re.compile(r"transpose\((jvp\([^()]*\))\)")
 
 
 def forward_scope(scope: str) -> str:
-    """The name stack of the forward operator that a transposed one is the gradient of, or that is run again."""
+    """The name stack of the forward operator whose gradient, or recomputation, an operator with this scope is."""
     return _TRANSPOSED.sub(r"\1", scope.removesuffix(f"/{Node.RECOMPUTED}"))
 
 
@@ -23,7 +25,7 @@ def forward_nodes(body: Graph) -> tuple[int, ...]:
 
 
 def after_backward(body: Graph) -> set[int]:
-    """The nodes of the backward pass and all that depend on them."""
+    """The nodes of the backward pass, and all that depend on them."""
     late: set[int] = set()
     values: set[int] = set()
     for index, node in enumerate(body.nodes):
@@ -39,11 +41,11 @@ def adds_up(node: Node) -> bool:
 
 
 def everywhere(body: Graph) -> frozenset[int]:
-    """The nodes that every stage computes for itself: microbatch indices, broadcasts of what all stages have, and
-    inputs in another order.
+    """The nodes that every stage computes for itself: microbatch indices, broadcasts of values that all stages have,
+    and reordered inputs.
 
-    What a broadcast makes is larger than what it reads, and would otherwise be sent to every stage (a mask), as a
-    transposed weight would be to the stage that reads it.
+    The result of a broadcast, such as a mask, is larger than its operand, and would otherwise be sent to every stage,
+    as would a transposed weight to the stage that reads it.
     """
     copied: set[int] = set()
     for index, node in enumerate(body.nodes):

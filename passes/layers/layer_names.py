@@ -1,7 +1,7 @@
-"""The layers of a model as people know them: the modules that JAX's name stack says an operator belongs to.
+"""The layers of a model by name: the modules that JAX's name stack says an operator belongs to.
 
-Operators are told apart by their scope, `jvp(GPT)/Block_3/mlp/up`: the numbered module counts, else the first one. A
-function without named modules is told apart by the functions of its source.
+Operators are told apart by their scope, such as `jvp(GPT)/Block_3/mlp/up`: the numbered module counts, else the first
+one. In a function without named modules they are told apart by the functions in which their source lines are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import lru_cache
 from passes.ir import Graph
 
 UPDATE = "update"
-"""The layer of what belongs to no module: the optimizer, for most."""
+"""The layer of all that belongs to no module: the optimizer, mostly."""
 
 _NOT_MODULES = re.compile(
     r"^(?:checkpoint|rematted_computation|while|body|cond|branch_\d+_fun|closed_call|microbatches|accumulate|scan|pjit"
@@ -45,7 +45,7 @@ def layer_of(scope: str, source: str) -> str:
 
 
 def of_operators(graph: Graph) -> Iterator[str]:
-    """The layer of each operator, those of loops and branches behind their own."""
+    """The layer of each operator, in order; those in the bodies of a loop or branch come after it."""
     for node in graph.nodes:
         yield layer_of(node.scope, node.source)
         for body in node.subgraphs:
@@ -53,9 +53,10 @@ def of_operators(graph: Graph) -> Iterator[str]:
 
 
 def renamed(before: Graph, after: Graph) -> dict[str, str] | None:
-    """The layers of a program by their names in another that is equal but for names; None where they are not the same.
+    """The names of a program's layers in another program that is equal but for names; None where layers do not
+    correspond.
 
-    They are not where operators of one layer are of several in the other.
+    They do not where operators of one layer belong to several layers in the other.
     """
     pairs = dict.fromkeys([(UPDATE, UPDATE), *zip(of_operators(before), of_operators(after), strict=True)])
     names = dict(pairs.keys())

@@ -1,6 +1,7 @@
-"""The layers of a forward pass that keep something of their own for the backward pass: numbered modules, or even parts.
+"""The layers of a forward pass that choose what they keep for the backward pass: numbered modules, or even parts.
 
-Those that stages are cut from are in `cuts` and `repeats`: there the work of the backward pass counts too.
+Layers from which stages are made are in `passes.layers.cuts` and `passes.layers.repeats`: there the work of the
+backward pass counts too.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from passes.layers.forward import forward_nodes
 
 _PARTS = 8
 _CROSSING = 1.2
-"""Where no modules are numbered: parts at most, and what may cross between two as a multiple of the least that does.
-Few parts keep the choices few; a cut through an attention or a feed-forward block crosses with more than 1.2 times the
-bytes of one between them. `python -m benchmarks.memory_limit` shows what steps without numbered modules keep."""
+"""The most parts where no modules are numbered, and the most that may cross between two, as a multiple of the least
+that does. Few parts keep the choices few; a cut through an attention or a feed-forward block crosses more than 1.2
+times the bytes of one between them. `python -m benchmarks.memory_limit` shows what steps without numbered modules keep.
+"""
 
 _NUMBERED = re.compile(r"(?:^|/)jvp\([^()]*\)/(?:[^/]*/)*?([A-Za-z_.]*?[_.]?)(\d+)(?=/|$)")
 
 
 def numbered_modules(graph: Graph) -> tuple[int, ...]:
-    """The first node of every module that is numbered (`Block_0`, `Block_1`, ...), and of what follows the last one.
+    """The first node of every numbered module (`Block_0`, `Block_1`, ...), and of what follows the last one.
 
-    Empty where there are none; of several kinds the most frequent counts.
+    Empty where there are none; of several kinds of modules the most frequent counts.
     """
     forward = [i for i in forward_nodes(graph) if phase(graph.nodes[i]) == "forward"]
     named = [(i, (match[1], match[2])) for i in forward if (match := _NUMBERED.search(graph.nodes[i].scope))]
@@ -50,7 +52,7 @@ def is_most_work(graph: Graph, chosen: Collection[int]) -> bool:
 
 
 def even_parts(graph: Graph) -> tuple[int, ...]:
-    """The first node of each of several parts of a forward pass with even work, cut where few bytes cross."""
+    """The first node of each of several parts of the forward pass of even work, cut where few bytes cross."""
     nodes = forward_nodes(graph)
     crossing, flops = crossing_nbytes(graph, nodes), work(graph, nodes)
     done = np.cumsum(flops) / max(float(flops.sum()), 1.0)

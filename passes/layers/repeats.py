@@ -1,8 +1,8 @@
 """The equal blocks of a forward pass, by the first operator of each.
 
-A model's layers do the same in the same order, so the sequence of their operators and types has a period. Which
-operators begin a block is settled by what crosses there: as little as can be. Blocks found here look alike; whether
-they are alike, with their backward pass and their updates, is for `passes.pipeline.structural_hash` to say.
+A model's layers apply the same operators in the same order, so that the sequence of operators and types has a period. A
+block begins where the fewest bytes cross. Blocks found here look equal; whether they are, with their backward pass and
+their updates, `passes.pipeline.structural_hash` says.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.errors import PlanningError
-from passes.inter_op import even
 from passes.ir import Graph
 from passes.layers.cuts import crossing_nbytes, even_cuts, work
+from passes.layers.even_ranges import even_ranges
 from passes.layers.forward import forward_nodes
 
 FEWEST = 3
@@ -30,8 +30,9 @@ first and last stage with what stands around the blocks. With all of it asked fo
 0.18 % slower for 1.13 of the work (`python -m benchmarks.settings`)."""
 
 NEAR_MOST = 0.9
-"""The share of the most work in any repeating stretch from which a stretch is as good: twice the period repeats as well
-but may hold a block less, and the shortest period is the one that is meant."""
+"""The share of the most work of any repeating stretch from which another is as good: a stretch of twice the period
+repeats as well but may hold a block less, and the shortest period is the one that is meant.
+"""
 
 RARE = 256
 """Operators that occur more often say little about the period, and comparing each with all others takes the square of
@@ -43,10 +44,11 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """A forward pass in parts: the first node of each part, the part of each block, the first block of each layer.
+    """A forward pass in parts: the first node of each part (`firsts`), the part of each block, and the first block of
+    each layer.
 
-    A part stands for several blocks if some were left out. `even` has the first block of each of so many stages, made
-    as `stage_cuts` makes them.
+    A part stands for several blocks if some were left out of a sample. `even[n]` has the first block of each of n
+    stages, as `stage_cuts` makes them.
     """
 
     firsts: tuple[int, ...]
@@ -56,10 +58,10 @@ class Cuts:
 
 
 def in_blocks(body: Graph, n_layers: int, left_out: int = 0, also: Sequence[int] = ()) -> Cuts:
-    """The forward pass in blocks, and those in `n_layers` layers of even work.
+    """The forward pass in blocks, and the blocks in `n_layers` layers of even work.
 
-    `left_out` blocks are missing after the second that repeats. Raises PlanningError where there are too few places to
-    cut into layers.
+    In a sample, `left_out` blocks are missing after the second that repeats; `also` are other numbers of stages to cut
+    it into. Raises PlanningError where there are too few places to cut into layers.
     """
     nodes = forward_nodes(body)
     flops = work(body, nodes)
@@ -72,7 +74,7 @@ def in_blocks(body: Graph, n_layers: int, left_out: int = 0, also: Sequence[int]
         second = firsts.index(repeated[1])
         order[second:second] = [second] * left_out
     block_flops = np.add.reduceat(flops, np.searchsorted(nodes, firsts))[order].tolist()
-    evenly = {n: tuple(first for first, _ in even(block_flops, n)) for n in {n_layers, *also} if n <= len(order)}
+    evenly = {n: tuple(first for first, _ in even_ranges(block_flops, n)) for n in {n_layers, *also} if n <= len(order)}
     return Cuts(firsts=firsts, blocks=tuple(order), layers=evenly[n_layers], even=evenly)
 
 
@@ -100,7 +102,8 @@ def most_layers(body: Graph, at_most: int, left_out: int = 0) -> int:
 def stage_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
     """The first body node of each of `n_stages` stages, between equal blocks where a model has enough of them.
 
-    Else, or with a `pattern` of module names, as `even_cuts` has it, which raises PlanningError.
+    Otherwise, or with a `pattern` of module names, they are those of `even_cuts`, which raises PlanningError where
+    there are too few.
     """
     if pattern or n_stages == 1:
         return even_cuts(body, n_stages, pattern)
@@ -109,7 +112,10 @@ def stage_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]
 
 
 def blocks(body: Graph, covered: float = COVERED) -> tuple[int, ...]:
-    """The first body node of each equal block, and of what follows the last; empty if nothing repeats."""
+    """The first body node of each equal block, and of what follows the last; empty if nothing repeats.
+
+    Blocks that hold less than the share `covered` of the work are none.
+    """
     nodes = forward_nodes(body)
     return _blocks(body, nodes, work(body, nodes), covered)
 
@@ -134,7 +140,7 @@ def _blocks(body: Graph, nodes: Sequence[int], node_flops: Floats, covered: floa
 
 
 def _count(begin: int, end: int, period: int) -> int:
-    """The number of whole blocks in a stretch."""
+    """The number of whole blocks in a stretch of nodes."""
     return (end - begin) // period
 
 

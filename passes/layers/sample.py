@@ -1,9 +1,9 @@
-"""A step with fewer of its equal blocks, on which a deep model is priced at the cost of a shallow one.
+"""A step with fewer of its equal blocks (a sample), by which a deep model is priced at the cost of a shallow one.
 
 Of the equal blocks of a forward pass, the first two and the last two are kept, with their backward passes, weights and
-updates. Those between are left out; they must equal the second, operator by operator and operand by operand. What read
-a block that is left out reads the kept block in its place, and sums of a number of every layer, as the norm of all
-gradients, have no terms of those. A step where this cannot be shown has no sample.
+updates. Those between are left out; they must equal the second, operator by operator and operand by operand. Readers of
+a block that is left out read the kept block in its place, and sums over all layers, such as the norm of all gradients,
+have no terms of those. A step for which this cannot be shown has no sample.
 
     step       before | 0 | 1 | 2 | ... | n-3 | n-2 | n-1 | after
     sample     before | 0 | 1 |                 n-2 | n-1 | after
@@ -23,10 +23,11 @@ from passes.rules import rule_of
 
 SAMPLE_BLOCKS = 4
 """The number of blocks that are kept: two at each end. The ends differ from the others, and the two in the middle show
-what each hands to the next; two would show no block that has equal neighbours."""
+what each hands to the next; with only two, no block would have equal neighbours.
+"""
 
 OUTSIDE = -1
-"""The number of no block."""
+"""The block number of nodes that are in no block."""
 
 Slot = tuple[object, int]
 """The place of a value in its block: the operator that writes it or is the first to read it, and which operand."""
@@ -45,7 +46,9 @@ class SampleGraph:
 
 
 def sample_graph(graph: Graph, state_pairs: StatePairs) -> SampleGraph | None:
-    """The step with only four of its equal blocks; None if it has no more, or they are not shown to be equal."""
+    """The step with only four of its equal blocks; None if it has no more than that, or they are not shown to
+    be equal.
+    """
     firsts = blocks(graph)
     if len(firsts) - 1 <= SAMPLE_BLOCKS:
         return None
@@ -58,8 +61,8 @@ def sample_graph(graph: Graph, state_pairs: StatePairs) -> SampleGraph | None:
 def _blocks_of_nodes(graph: Graph, firsts: Sequence[int]) -> tuple[int, ...]:
     """The block of every node: by its place in the forward pass, or that of the operator whose gradient it is.
 
-    Otherwise it is that of the largest value that it reads, those of the forward pass before others. What reads from
-    no block belongs to the one block that reads it.
+    Other nodes belong to the block of the largest value that they read, those of the forward pass first. A node that
+    reads from no block belongs to the one block that reads it.
     """
     block_of = [OUTSIDE] * len(graph.nodes)
     forward = [index for index in forward_nodes(graph) if index < firsts[-1]]
@@ -90,7 +93,7 @@ def _blocks_of_nodes(graph: Graph, firsts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _adopted(graph: Graph, block_of: list[int]) -> tuple[int, ...]:
-    """The blocks of all nodes, where a node of no block joins the one block that reads it."""
+    """The blocks of all nodes, in which a node without a block has joined the one block that reads it."""
     leaving = set(graph.outputs)
     for index in range(len(graph.nodes) - 1, -1, -1):
         outputs = graph.nodes[index].outputs
@@ -112,7 +115,7 @@ def _is_ordered(graph: Graph) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Matched:
-    """The blocks of a step, matched operator by operator: `slots` are equal for matching values of two blocks."""
+    """The blocks of a step, matched operator by operator; values with equal `slots` correspond in two blocks."""
 
     graph: Graph
     firsts: tuple[int, ...]
@@ -162,7 +165,7 @@ class _Matched:
         return {value: next(iter(reading)) for value, reading in readers.items() if len(reading) == 1}
 
     def _read_from_far(self) -> frozenset[int]:
-        """The values that a block reads from beyond its neighbours: these must be the same for all blocks."""
+        """The values that a block reads from beyond its neighbours, which must be the same for all blocks."""
         return frozenset(
             value
             for index, node in enumerate(self.graph.nodes)
@@ -171,9 +174,10 @@ class _Matched:
         )
 
     def _name_all(self) -> None:
-        """Gives what each block makes and reads its slot.
+        """Gives a slot to each value that a block makes or reads.
 
-        What is made of inputs alone (a moment times its decay) looks like many others; it is named by what reads it.
+        Values made of inputs alone (a moment times its decay) look like many others, so they are named by their
+        readers.
         """
         numbers: dict[object, int] = {}
         occurrences = Counter[tuple[int, int]]()
@@ -204,7 +208,7 @@ class _Matched:
         return outside or value in self.roots or (owner == block and value not in self.graph.producers)
 
     def _spelled(self, node: Node) -> tuple[object, ...]:
-        """The operator of a node: primitive, parameters, bodies, phase and result types, without its operands."""
+        """The operator of a node without its operands: primitive, parameters, bodies, phase and result types."""
         if id(node.params) not in self.spelled:
             self.spelled[id(node.params)] = repr(sorted(node.params.items()))
         results = tuple(self.types[value] for value in node.outputs)
@@ -212,18 +216,18 @@ class _Matched:
         return node.primitive, self.spelled[id(node.params)], bodies, phase(node), results
 
     def _content(self, node: Node, block: int) -> object:
-        """A key that tells the operators of a block apart, from what is known of their operands so far."""
+        """A key that tells the operators of a block apart, by what is known of their operands so far."""
         return self._spelled(node), tuple(self._operand(value, block) for value in node.inputs)
 
     def _operand(self, value: int, block: int) -> object:
-        """An operand as a key: its slot, or the key of the operator that computes it if it has no slot yet."""
+        """An operand as a key: its slot, or the key of the operator that computes it if it has none yet."""
         if self.owner.get(value, OUTSIDE) != block or value in self.far or value in self.slots:
             return self._reference(value, block)
         producer = self.graph.producers.get(value)
         return self.types[value] if producer is None else self._content(self.graph.nodes[producer], block)
 
     def _reference(self, value: int, block: int) -> object:
-        """An operand relative to its block: equal for operands that play the same part in two blocks."""
+        """An operand relative to its block: equal for operands that correspond in two blocks."""
         graph, owner, type = self.graph, self.owner.get(value, OUTSIDE), self.types[value]
         if value in graph.literals:
             return "literal", repr(graph.literals[value]), type
@@ -237,7 +241,7 @@ class _Matched:
         return place, self._spelled(node), tuple(self._reference(value, block) for value in node.inputs)
 
     def _settle(self, node: Node, block: int, place: object) -> None:
-        """Gives slots to the results of an operator and to values that it is the first to read."""
+        """Gives slots to the results of an operator, and to values that it is the first to read."""
         for number, value in enumerate(node.outputs):
             self._name(value, block, (place, number))
         for number, value in enumerate(node.inputs):
@@ -293,7 +297,7 @@ class _Matched:
         )
 
     def _kept(self, node: Node, block: int, sums: Mapping[int, int]) -> Node:
-        """A node that stays, whose operands from blocks that go are replaced by those of blocks that stay."""
+        """A node that stays, reading kept blocks in place of those that are left out."""
         inputs = tuple(self._instead(sums.get(value, value), block) for value in node.inputs)
         return node if inputs == node.inputs else replace(node, inputs=inputs)
 
@@ -313,9 +317,9 @@ class _Matched:
 
 
 def _sums(matched: _Matched) -> dict[int, int]:
-    """The sums of numbers that add one of a block that is left out, with the sum before it.
+    """The running sums over blocks that add a term of a block that is left out, each with the sum before that.
 
-    What adds within a block that equals others, as a loss that each hands on, is no such sum.
+    Additions within a block, such as those of a loss that each block hands on, are none of these.
     """
     graph, gone, before = matched.graph, matched.gone, dict[int, int]()
     for node, block in zip(graph.nodes, matched.block_of, strict=True):

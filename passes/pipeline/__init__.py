@@ -1,6 +1,6 @@
-"""A step in stages: prices of its blocks as stages, the table and the search over them, and the plan of a pipeline."""
+"""Steps in stages: the costs of blocks as stages, the search over stages by them, and the plans of pipelines."""
 
-from passes.pipeline.assemble import body_of, check_submeshes, layered, pipelined, recounted
+from passes.pipeline.assemble import PipelineOptions, body_of, check_submeshes, layered, pipelined, recounted
 from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.search import StagedSearch
 from passes.pipeline.segments import reduced, subgraph_of, value_specs
@@ -10,6 +10,7 @@ from passes.pipeline.variants import StagedVariants
 
 __all__ = [
     "Limits",
+    "PipelineOptions",
     "Sample",
     "StagedSearch",
     "StagedVariants",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import singledispatch
 from itertools import accumulate
 
@@ -33,7 +33,10 @@ def body_of(graph: Graph) -> Graph:
 
 
 def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-    """The devices of each stage. Raises PlanningError unless they fit the cluster, warns of devices that are left."""
+    """The number of devices of each stage; warns of devices that no stage has.
+
+    Raises PlanningError where these do not fit the cluster.
+    """
     call = f"Pipeline(stages={stages!r}" + (f", submeshes={tuple(submeshes)!r})" if submeshes else ")")
     if submeshes and len(submeshes) != stages:
         rule = "there is one submesh for each stage, of one device or more"
@@ -54,23 +57,33 @@ def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> 
     return sizes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """The part of a pipeline that does not depend on its stages: who planned it, and in which order they run.
+
+    Each group of devices has `chunks` stages in turn.
+    """
+
+    planner: str
+    cluster: Cluster
+    schedule: str
+    chunks: int = 1
+
+
 def pipelined(
-    name: str,
-    step: Step,
-    cluster: Cluster,
-    firsts: Sequence[int],
-    schedule: str,
-    plan_stage: Callable[[Step, int], Plan],
-    chunks: int = 1,
+    step: Step, firsts: Sequence[int], plan_stage: Callable[[Step, int], Plan], options: PipelineOptions
 ) -> PipelinePlan:
-    """The pipeline whose stages begin at body nodes `firsts`, each planned as a step of its own."""
+    """The pipeline whose stages begin at the nodes `firsts` of the loop body.
+
+    `plan_stage(part, k)` plans stage k, a step of its own.
+    """
     cut = stages.cut(step.graph, firsts, step.state_pairs)
     plans = [plan_stage(part, k) for k, part in enumerate(step.parts(cut))]
-    return assemble_pipeline(name, step, cluster, firsts, cut, plans, schedule, chunks)
+    return assemble_pipeline(step, cut, plans, options)
 
 
 def restated(plan: Plan, planned: Graph, step: Step) -> Plan:
-    """The plan of a stage, `planned`, for a `step` of the same fingerprint, whose operators and arrays it names."""
+    """The plan of a stage, `planned`, for a `step` of the same fingerprint, with the step's own operators and names."""
     graph = step.graph
     named = replace(
         plan,
@@ -98,21 +111,17 @@ def sources(graph: Graph) -> list[object]:
 
 
 def assemble_pipeline(
-    planner: str,
     step: Step,
-    cluster: Cluster,
-    firsts: Sequence[int],
     cut: Stages,
     plans: Sequence[Plan],
-    schedule: str,
-    chunks: int,
+    options: PipelineOptions,
     known: dict[object, StageCost] | None = None,
 ) -> PipelinePlan:
-    """The pipeline of a step in stages that begin at body nodes `firsts`, which are `cut` and have these plans.
+    """The pipeline of a step that is `cut` into stages, of which these are the plans.
 
-    The cost of each stage is added to what is `known`.
+    `known` has the costs of stages from earlier calls; those of new ones are added to it.
     """
-    graph = step.graph
+    graph, cluster = step.graph, options.cluster
     cost_by_key = {} if known is None else known
 
     def cost(part: Part, plan: Plan) -> StageCost:
@@ -128,14 +137,14 @@ def assemble_pipeline(
     plan = PipelinePlan(
         fingerprint=graph.fingerprint,
         cluster=cluster,
-        planner=planner,
-        schedule_name=schedule,
-        chunks=chunks,
+        planner=options.planner,
+        schedule_name=options.schedule,
+        chunks=options.chunks,
         microbatches=cut.microbatches,
-        firsts=tuple(firsts),
+        firsts=cut.firsts,
         stages=tuple(plans),
         costs=tuple(cost(part, plan) for part, plan in zip(cut.parts, plans, strict=True)),
-        transfers=tuple(_transfer(cluster, plans, chunks, sent, k) for k in range(len(plans) - 1)),
+        transfers=tuple(_transfer(cluster, plans, options.chunks, sent, k) for k in range(len(plans) - 1)),
         sent_nbytes=tuple(forward + backward for forward, backward in sent),
         input_names=graph.input_names,
         output_names=graph.output_names,
@@ -162,12 +171,15 @@ def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
         extract.accounted(stage, part.graph, part.state_pairs, part.donated)
         for part, stage in zip(step.parts(cut), plan.stages, strict=True)
     ]
-    return assemble_pipeline(plan.planner, step, plan.cluster, plan.firsts, cut, plans, plan.schedule_name, plan.chunks)
+    options = PipelineOptions(
+        planner=plan.planner, cluster=plan.cluster, schedule=plan.schedule_name, chunks=plan.chunks
+    )
+    return assemble_pipeline(step, cut, plans, options)
 
 
 @singledispatch
 def layered(plan: AnyPlan, step: Step) -> AnyPlan:
-    """The plan with what each layer of the model costs."""
+    """The plan with the cost of each layer of the model."""
     raise InternalError(f"the layers of a {type(plan).__name__} are not known")
 
 
@@ -189,7 +201,7 @@ def _(plan: PipelinePlan, step: Step) -> PipelinePlan:
 
 
 def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
-    """The cost of a stage by its plan, with the bytes that it needs besides what lies there."""
+    """The cost of a stage by its plan, with the bytes that it needs besides arguments and what microbatches keep."""
     cost = layout_cost(part, plan.layout, plan.mesh, plan.phases)
     return replace(
         cost,
@@ -200,7 +212,9 @@ def stage_cost(part: Part, plan: Plan, needed: Needs) -> StageCost:
 
 
 def layout_cost(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, float]) -> StageCost:
-    """Seconds of one microbatch's tasks and of the update; bytes of what a microbatch keeps, and of what stays."""
+    """The cost of a stage by a layout: seconds of one microbatch's tasks and of the update, and bytes that stay or are
+    kept.
+    """
     length = part.scan.length
     backward = seconds.get("backward", 0.0) / length
     share = computing.weight_gradient_share(
@@ -218,12 +232,12 @@ def layout_cost(part: Part, layout: Layout, mesh: Mesh, seconds: Mapping[str, fl
 
 
 def _sent(part: Part) -> frozenset[int]:
-    """The values of the body that other stages get."""
+    """The values of the body that are sent to other stages."""
     return frozenset(inner for value, inner in part.boundary_values.items() if value in part.graph.outputs)
 
 
 def saved_values(part: Part) -> frozenset[int]:
-    """The values of the body that a microbatch's forward keeps for its backward, what it received included."""
+    """The values of the body that the forward of a microbatch keeps for its backward, received ones included."""
     body = part.body
     boundary_values = set(part.boundary_values.values()) & set(body.inputs)
     for index in part.forward:
@@ -234,7 +248,7 @@ def saved_values(part: Part) -> frozenset[int]:
 
 
 def _kept_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
-    """Bytes of one device that a microbatch's forward keeps for its backward, what it received included."""
+    """Bytes of one device that the forward of a microbatch keeps for its backward, received values included."""
     body, inside = part.body, layout.placements[part.loop].bodies[0]
     specs = dict(zip(body.inputs, inside.inputs, strict=True))
     for index in part.forward:
@@ -253,7 +267,7 @@ def _persistent_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
 
 
 def sent_nbytes(part: Part) -> tuple[int, int]:
-    """Bytes that a stage sends on with each microbatch, and back."""
+    """Bytes that a stage sends to the next stage, and to the one before, with each microbatch."""
     onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
     sent = [(v, inner) for v, inner in part.boundary_values.items() if v in part.graph.outputs]
     forward = sum(part.body.types[inner].nbytes for _, inner in sent if inner in onward)
@@ -264,7 +278,7 @@ def sent_nbytes(part: Part) -> tuple[int, int]:
 def _transfer(
     cluster: Cluster, plans: Sequence[Plan], chunks: int, sent: Sequence[tuple[int, int]], stage: int
 ) -> Transfer:
-    """Seconds between a stage and the next."""
+    """Seconds of a microbatch between a stage and the next, forward and backward."""
     hosts, groups = cluster.group(), len(plans) // chunks
     ends = [0, *accumulate(plan.mesh.size for plan in plans[:groups])]
     senders, receivers = (range(ends[k % groups], ends[k % groups + 1]) for k in (stage, stage + 1))

@@ -1,4 +1,4 @@
-"""Blocks: parts of a step that may be a stage by themselves, those that are the same but for names of one kind."""
+"""Blocks: parts of a step that may be a stage by themselves. Blocks that are equal but for names are of one kind."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from passes.transforms import Part, microbatch_stacks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A part of a step with its state; parts of one `kind` are the same but for names.
+    """A part of a step with its state.
 
-    `chain` pairs (output, input) positions of the values that a block hands on and takes in, if its neighbours are of
-    its kind: laid out alike, such blocks follow each other without a resharding. `fewer` are the kinds that the same
-    block is of in fewer microbatches.
+    `chain` pairs the (output, input) positions of values that a block hands on and takes in, if its neighbours are of
+    its kind: with equal placements of these, such blocks follow each other without a resharding. `fewer` are the kinds
+    of the same block in fewer microbatches.
     """
 
     part: Part
@@ -39,12 +39,12 @@ class Block:
         return (*self.state_pairs, *self.chain)
 
     def period(self, cost: StageCost) -> float:
-        """Seconds of a microbatch with its share of what comes after all of them."""
+        """Seconds of a microbatch by a cost, with its share of the end of the step."""
         return cost.period(self.part.scan.length)
 
 
 def alike(parts: Sequence[Part], state_pairs: Sequence[StatePairs]) -> tuple[Block, ...]:
-    """The consecutive parts of a step as blocks, chained to what comes before and after them where that is alike."""
+    """The consecutive parts of a step as blocks, chained to neighbours of their kind."""
     kinds = [structural_hash(part, pairs) for part, pairs in zip(parts, state_pairs, strict=True)]
     blocks: list[Block] = []
     for at, (part, pairs) in enumerate(zip(parts, state_pairs, strict=True)):
@@ -59,9 +59,10 @@ def _chain(before: Part, part: Part, after: Part) -> StatePairs:
 
 
 def _handed(source: Part, part: Part, target: Part) -> StatePairs:
-    """(output, input) positions of what a part gets from one neighbour and gives to the other; none unless they fit.
+    """(output, input) positions of what a part gets from one neighbour and gives to the other; empty unless the types
+    match.
 
-    What one of them has and the other has nothing like, as statistics that a neighbour collects, is not handed on.
+    Values without a counterpart, such as statistics that a neighbour collects, are not handed on.
     """
     types = part.graph.types
     inputs, outputs = ({v: i for i, v in enumerate(values)} for values in (part.graph.inputs, part.graph.outputs))
@@ -76,10 +77,10 @@ def _handed(source: Part, part: Part, target: Part) -> StatePairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindOfBlock:
-    """The facts about all blocks of one kind, by the first `block` of it, that hold on any mesh.
+    """The facts about blocks of one kind that hold on any mesh, by the first `block` of it.
 
-    `nbytes` are what stays between microbatches, all devices together; `state` has the types of the arrays that are not
-    the batch's. `kept_nbytes` are what the forward of a microbatch keeps for its backward.
+    `nbytes` are what stays between microbatches, on all devices together; `state` has the types of all inputs but the
+    batch's. `kept_nbytes` are what the forward of a microbatch keeps for its backward.
     """
 
     block: Block
@@ -105,7 +106,7 @@ class KindOfBlock:
         )
 
     def state_nbytes(self, parts: int) -> int:
-        """Bytes of one device of the state, cut over so many where these divide one dimension of an array."""
+        """Bytes of the state on one device, each array cut into `parts` where that divides one of its dimensions."""
         if parts not in self._cut_nbytes:
             self._cut_nbytes[parts] = sum(
                 array.nbytes // (parts if any(size % parts == 0 for size in array.shape) else 1) for array in self.state

@@ -1,12 +1,12 @@
-"""The prices of pipelines before any stage of them is planned: bounds on what a shape takes, and drafts of it.
+"""The seconds of pipelines before any stage of them is planned: lower bounds, and drafts by the prices of blocks.
 
-A pipeline of p groups in m microbatches takes, with the floors c_j of stages (forward and backward of a microbatch),
-P_g of all stages of a group with their share of the end of a step, and transfers x_j onward and y_j back, at least
+A pipeline of p groups in m microbatches takes, with lower bounds c_j on stages (forward and backward of a microbatch),
+P_g on all stages of a group with their share of the end of a step, and transfers x_j onward and y_j back, at least
 
     max over g of  sum over j < g of (c_j + x_j + y_j) + m sum over stages of g of c      a backward being one task
     max over g of  sum over j < g of x_j + m P_g
 
-for a group begins when the first microbatch has come to it.
+since a group begins when the first microbatch has come to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from passes.pipeline.stage_table import StageCostTable
 def least_seconds(
     bounds: Sequence[LowerBound], transfers: Sequence[Transfer], shape: Shape, microbatches: int, split: bool
 ) -> float:
-    """The least seconds that a shape takes; with the backward `split` nothing need follow a group's last task."""
+    """A lower bound in seconds on a step in this shape.
+
+    If schedules `split` the backward, no other group need follow the last task of a group.
+    """
     groups, before, onward, least = len(shape.devices), 0.0, 0.0, 0.0
     for group in range(groups):
         of_group = bounds[group::groups]
@@ -40,7 +43,7 @@ def least_seconds(
 
 
 def runs_of(shape: Shape, table: StageCostTable, microbatches: int) -> list[tuple[int, int, int]]:
-    """The first block of each stage, the one after its last, and its devices."""
+    """(first block, block after the last, devices) of each stage."""
     ends = (*shape.begins[1:], len(table.step.cuts(microbatches).blocks))
     sizes = (shape.devices[stage % len(shape.devices)] for stage in range(len(ends)))
     return list(zip(shape.begins, ends, sizes, strict=True))
@@ -49,9 +52,9 @@ def runs_of(shape: Shape, table: StageCostTable, microbatches: int) -> list[tupl
 def priced_drafts(
     shape: Shape, table: StageCostTable, count: int, schedules: Sequence[str], cutoff: float, most_nbytes: float
 ) -> list[Draft] | None:
-    """The shape in so many microbatches under each of these schedules by which it takes less than `cutoff` seconds.
+    """The drafts of a shape in `count` microbatches that take less than `cutoff` seconds, one for each schedule.
 
-    None once it is seen that it needs more than `most_nbytes` of a device under each of them.
+    None where the shape is seen to need more than `most_nbytes` on a device under all of them.
     """
     runs, transfers = runs_of(shape, table, count), transfers_of(shape, table, count, count)
     scheduled = {name: NamedSchedule(name, len(shape.begins), count, shape.chunks) for name in schedules}
@@ -83,16 +86,17 @@ def _costs(
     cutoff: float,
     fits: Callable[[Mapping[int, StageCost]], bool],
 ) -> list[StageCost] | None:
-    """The cost of each stage; None once a stage cannot be had, or all that is known of them takes `cutoff` seconds.
+    """The cost of each stage; None where a stage is not possible, or the pipeline is seen to take `cutoff` seconds or
+    more.
 
-    Stages of the group that has most to do are priced first: a pipeline that takes too long is mostly seen to there.
-    Each may take what the others of its group leave. Those priced so far where they are seen not to fit.
+    Stages of the group with most work are priced first, as that mostly shows that a pipeline takes too long; each may
+    take what the others of its group leave. Where they are seen not to fit, only the costs found so far.
     """
     runs, groups = runs_of(shape, table, microbatches), len(shape.devices)
     costs: dict[int, StageCost] = {}
 
     def least() -> list[LowerBound]:
-        """The least that each stage takes, by what is known of it."""
+        """A lower bound on each stage, by the costs found so far."""
         bounds = [table.bounds.of_blocks(*run, microbatches) for run in runs]
         for stage, cost in costs.items():
             busy = cost.forward_seconds + cost.backward_seconds
@@ -124,7 +128,7 @@ def _costs(
 
 
 def price_deciding(shape: Shape, tables: Sequence[StageCostTable], microbatches: int, cutoff: float) -> None:
-    """Prices at once what decides in each of these tables whether the shape takes less than `cutoff` seconds."""
+    """Prices at once, for each table, the stages that decide whether the shape takes less than `cutoff` seconds."""
     groups, stages = len(shape.devices), list[tuple[StageCostTable, prefetch.Blocks, float]]()
     for table in tables:
         runs = runs_of(shape, table, microbatches)
@@ -135,19 +139,21 @@ def price_deciding(shape: Shape, tables: Sequence[StageCostTable], microbatches:
 
 
 def _heaviest_first(bounds: Sequence[LowerBound], groups: int) -> list[int]:
-    """The stages, first those of the group that has most to do."""
+    """The stages in an order that begins with those of the group with most work."""
     periods = [bound.period for bound in bounds]
     return sorted(range(len(bounds)), key=lambda stage: (-sum(periods[stage % groups :: groups]), stage))
 
 
 def _allowed(bounds: Sequence[LowerBound], groups: int, stage: int, period: float) -> float:
-    """The period in seconds that a stage may have where its group has that one: what the others leave."""
+    """The period in seconds that a stage may have if its group has `period`: what the other stages of the
+    group leave.
+    """
     others = sum(bound.period for bound in bounds[stage % groups :: groups]) - bounds[stage].period
     return SLACK * (period - others)
 
 
 def transfers_of(shape: Shape, table: StageCostTable, known: int, microbatches: int) -> list[Transfer]:
-    """The transfers between stages, in as many microbatches as a sample has, or in proportion in others."""
+    """The transfers between stages: as in the sample in `known` microbatches, in proportion to `microbatches`."""
     edges = [table.step.edge_nbytes(block, known) * known // microbatches for block in shape.begins[1:]]
     return [
         Transfer(

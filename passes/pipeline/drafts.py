@@ -1,15 +1,15 @@
-"""Pipelines by their prices, before any stage of them is planned: stages that a search found, and those made by hand.
+"""The search over drafts: pipelines with seconds and bytes by the prices of their blocks, before a stage is planned.
 
-Even stages on equal submeshes are what is made by hand. In some number of microbatches and under each schedule they are
-simulated with the prices of their blocks. Drafts are priced in the order of the least that they can take, which rises
-as blocks are priced, until none is left that may be the best.
+Drafts have the stages of a partition that a search found, or even stages on equal submeshes, as hand-made pipelines do;
+each is simulated in several numbers of microbatches under each schedule. They are priced in the order of their lower
+bounds, which rise as blocks are priced, until none is left that may be the best.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from passes.inter_op import NamedSchedule, StageCost, is_chunked, splits_backward
@@ -20,6 +20,7 @@ from passes.pipeline.draft_prices import (
     runs_of,
     transfers_of,
 )
+from passes.pipeline.draft_space import DraftSpace
 from passes.pipeline.shapes import Draft, Limits, Shape, by_hand
 from passes.pipeline.stage_bytes import least_bytes, partly_priced
 from passes.pipeline.stage_table import StageCostTable
@@ -27,25 +28,19 @@ from passes.pipeline.stage_table import StageCostTable
 
 @dataclass(slots=True, kw_only=True)
 class DraftSearch:
-    """The `drafts` of a search, each with the seconds that it takes by its prices.
+    """The `drafts` of a search over a `space`, each with its seconds by the prices of its blocks.
 
-    `best` is what the fastest of them takes that keeps its one of the `limits` of a device, and is of no key in
-    `unfit`, whose plans do not; none is priced that takes `reach` times that or more, or `limit_seconds`, nor what is
-    seen before to need more than `slack` times its limit or to gain no more than the share `least_gain`. `has` makes a
-    sample in so many microbatches, and says whether there is one; `megatron_table(n, tensor)` has Megatron's prices on
-    n devices of which so many cut the weights. What is left out for the bytes that it needs takes `least_refused`
-    seconds or more.
+    A draft fits if it needs at most its one of the `limits` of a device. `best` is the seconds of the fastest one that
+    fits and whose key is not in `unfit`, where plans are known not to fit. Drafts are not priced if they must take the
+    space's `reach` times the best or more, or `limit_seconds`; if they must need more than `slack` times their limit;
+    or if they cannot save the space's `least_gain`. `least_refused` is a lower bound in seconds on all drafts that were
+    left out for their bytes.
     """
 
-    table: StageCostTable
-    schedules: Sequence[str]
+    space: DraftSpace
     limits: Limits
     slack: float
     limit_seconds: float
-    reach: float
-    least_gain: float
-    has: Callable[[int], bool]
-    megatron_table: Callable[[int, int], StageCostTable]
     unfit: Set[object] = frozenset()
     best: float = math.inf
     least_refused: float = math.inf
@@ -53,13 +48,23 @@ class DraftSearch:
     _seen: set[object] = field(default_factory=set[object])
 
     @property
+    def table(self) -> StageCostTable:
+        """The prices of stages."""
+        return self.space.table
+
+    @property
+    def schedules(self) -> Sequence[str]:
+        """The schedules that pipelines may have."""
+        return self.space.schedules
+
+    @property
     def cutoff(self) -> float:
-        """Seconds that a draft must stay below."""
-        return min(self.reach * self.best, self.limit_seconds)
+        """The seconds that a draft must stay below."""
+        return min(self.space.reach * self.best, self.limit_seconds)
 
     @property
     def fastest(self) -> Draft | None:
-        """The fastest draft that fits by its price, None where none does."""
+        """The fastest draft that fits by its price; None if there is none."""
         fitting = (draft for draft in self.drafts if draft.excess(self.limits) <= 1)
         return min(fitting, key=lambda draft: draft.seconds, default=None)
 
@@ -70,11 +75,11 @@ class DraftSearch:
                 self.best = min(self.best, draft.seconds)
 
     def most_nbytes(self, shape: Shape) -> float:
-        """The bytes of a device that a shape may need by its prices, which are not plans."""
+        """The bytes of a device that a shape may need by its prices, with the slack for what its plan may save."""
         return self.slack * self.limits.of(shape, self.table)
 
     def add(self, shapes: Iterable[tuple[Shape, int]]) -> None:
-        """Prices these shapes in so many microbatches under each schedule, in the order of their bounds."""
+        """Prices these shapes, each in a number of microbatches, under each schedule, in the order of their bounds."""
         queue: list[tuple[float, int, Shape, int, tuple[str, ...]]] = []
         for shape, count in dict.fromkeys(shapes):
             for names in _schedule_groups(shape, count, self.schedules):
@@ -82,14 +87,14 @@ class DraftSearch:
                     self._seen.add((shape, count, names))
                     queue.append((self._bound(shape, count, names), len(queue), shape, count, names))
         heapq.heapify(queue)
-        while queue and (1 + self.least_gain) * queue[0][0] < self.cutoff:
+        while queue and (1 + self.space.least_gain) * queue[0][0] < self.cutoff:
             bound, number, shape, count, names = heapq.heappop(queue)
             most = self.most_nbytes(shape)
             fitting = tuple(name for name in names if self.least_nbytes(shape, count, name) <= most)
             likely = self._expected_to_fit(shape, self.table, count, fitting)
             if len(likely) < len(names):
                 self.least_refused = min(self.least_refused, bound)
-            if not (likely or any(self._megatron_tables(shape, count, fitting))) or not self.has(count):
+            if not (likely or any(self._megatron_tables(shape, count, fitting))) or not self.space.has(count):
                 continue
             least = self._bound(shape, count, names)
             if queue and least > queue[0][0] and least > bound:
@@ -108,7 +113,10 @@ class DraftSearch:
             self._add_megatron(shape, count, over)
 
     def _add_megatron(self, shape: Shape, count: int, over: Mapping[str, float]) -> None:
-        """Adds what does not fit as Megatron's plans, under the schedules by which it takes so many seconds or more."""
+        """Prices a shape that does not fit with submeshes laid out as by Megatron.
+
+        `over` maps the schedules under which it does not fit to its seconds: Megatron's placements take no less.
+        """
         tables = list(self._megatron_tables(shape, count, tuple(over)))
         if math.isfinite(self.cutoff):  # the first prices bound the others
             price_deciding(shape, [table for table, _ in tables], count, self.cutoff)
@@ -122,29 +130,30 @@ class DraftSearch:
     def _megatron_tables(
         self, shape: Shape, count: int, names: Sequence[str]
     ) -> Iterator[tuple[StageCostTable, tuple[str, ...]]]:
-        """The tables of every submesh laid out as Megatron does, weights cut over all or some of it, and the schedules
-        under which that may fit."""
+        """(table, schedules) with submeshes laid out as by Megatron, weights cut over some or all of their devices, and
+        the schedules under which that may fit.
+        """
         size = shape.devices[0]
         if not names or len(set(shape.devices)) > 1:
             return
         known = _known(self.table, count)
         for tensor in (parts for parts in range(size, 0, -1) if size % parts == 0):
             if _most_state_nbytes(shape, self.table, known, tensor) <= self.limits.of(shape, self.table):
-                table = self.megatron_table(size, tensor)
+                table = self.space.megatron_table(size, tensor)
                 if likely := self._expected_to_fit(shape, table, count, names):
                     yield table, likely
 
     def _expected_to_fit(
         self, shape: Shape, table: StageCostTable, count: int, names: Sequence[str]
     ) -> tuple[str, ...]:
-        """The schedules under which a shape may fit, by what its blocks need in other numbers of microbatches."""
+        """The schedules under which a shape may fit, by the bytes of its blocks in other numbers of microbatches."""
         stages = _rescaled(shape, table, count)
         tasks = {name: NamedSchedule(name, len(shape.begins), count, shape.chunks) for name in names}
         most = self.most_nbytes(shape)
         return tuple(name for name in names if not stages or tasks[name].peak_nbytes(stages) <= most)
 
     def is_tight(self, n_devices: int) -> bool:
-        """Whether some even stages are seen not to fit in as many microbatches as there are samples of."""
+        """Whether some even stages must need too much in the largest number of microbatches that has a sample."""
         names, count = [name for name in self.schedules if not is_chunked(name)], max(self.table.step.samples)
         shapes = (shape for shape in by_hand(self.table, n_devices, count) if shape.chunks == 1)
         return any(
@@ -153,7 +162,7 @@ class DraftSearch:
         )
 
     def least_nbytes(self, shape: Shape, count: int, schedule: str) -> float:
-        """The least bytes of a device that some group of a shape needs: what it holds, and what is in flight."""
+        """A lower bound on the bytes of a device of the group that needs most: its state, and what is in flight."""
         known = _known(self.table, count)
         runs, groups = runs_of(shape, self.table, known), len(shape.devices)
         state_nbytes = [self.table.bounds.of_blocks(*run, known).nbytes for run in runs]
@@ -162,6 +171,7 @@ class DraftSearch:
         return max(nbytes + sum(state_nbytes[group::groups]) for group, nbytes in enumerate(flying))
 
     def _bound(self, shape: Shape, count: int, names: Sequence[str]) -> float:
+        """A lower bound in seconds on a shape under these schedules, which split the backward alike."""
         known = _known(self.table, count)
         bounds = [self.table.bounds.of_blocks(*run, count) for run in runs_of(shape, self.table, known)]
         return least_seconds(
@@ -170,7 +180,7 @@ class DraftSearch:
 
 
 def _schedule_groups(shape: Shape, microbatches: int, schedules: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The schedules that a shape can have, those with a whole backward apart from those with halves of it."""
+    """The schedules that a shape can have, in two groups: those with a whole backward, and those that split it."""
     if shape.chunks > 1 and microbatches % len(shape.devices):
         return
     names = [name for name in schedules if is_chunked(name) == (shape.chunks > 1)]
@@ -180,17 +190,17 @@ def _schedule_groups(shape: Shape, microbatches: int, schedules: Sequence[str]) 
 
 
 def _known(table: StageCostTable, count: int) -> int:
-    """That number of microbatches if there is a sample in so many, else the next fewer that there is one of."""
+    """That number of microbatches if it has a sample, else the next smaller one that has."""
     samples = table.step.samples
     return max((n for n in samples if n <= count), default=min(samples))
 
 
 def _rescaled(shape: Shape, table: StageCostTable, microbatches: int) -> list[StageCost]:
-    """The bytes of stages as they are priced in the nearest number of microbatches that has some, on the mesh of
-    least memory.
+    """The bytes of a shape's stages, from prices in the nearest number of microbatches that has some; empty where none
+    has.
 
-    What a microbatch keeps is taken to shrink as it does; stages without a price count with the least that they may
-    need. Empty where nothing is priced in any.
+    The mesh of least memory counts. What a microbatch keeps is taken to shrink as the microbatch does; stages without a
+    price count with a lower bound.
     """
     for known in sorted(table.step.samples, key=lambda n: abs(math.log(n / microbatches))):
         runs = runs_of(shape, table, known)
@@ -205,7 +215,7 @@ def _rescaled(shape: Shape, table: StageCostTable, microbatches: int) -> list[St
 
 
 def _most_state_nbytes(shape: Shape, table: StageCostTable, microbatches: int, parts: int) -> int:
-    """The least bytes of one device for the state of the group that has most, cut over so many devices."""
+    """The least bytes on one device for the state of the group that has most of it, cut into `parts`."""
     runs = runs_of(shape, table, microbatches)
     state = [table.state_nbytes(begin, end, microbatches, parts) for begin, end, _ in runs]
     return max(sum(state[group :: len(shape.devices)]) for group in range(len(shape.devices)))

@@ -1,4 +1,6 @@
-"""Lower bounds on the cost of any run of layers on so many devices, from those of each kind of block on each mesh."""
+"""Lower bounds on the cost of any run of layers on a number of devices, from bounds on each kind of block on
+each mesh.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,14 @@ from passes.pipeline.blocks import Block
 from passes.pipeline.step_blocks import Counted, Kinds, StepBlocks
 
 SLACK = 1 + 1e-9
-"""Sums in different orders differ by less: what is slower by more is slower."""
+"""The factor by which seconds must differ to count as slower: sums in different orders differ by less."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerBounds:
-    """The lower bounds of all runs of layers [layers, layers + 1] on so many devices, as of so many prices."""
+    """The lower bounds of all runs of layers [layers, layers + 1] on one number of devices, given `n_prices` prices."""
 
     n_prices: int
     seconds: Floats
@@ -35,8 +37,8 @@ class LayerBounds:
     def of(cls, sums: Floats, bounds: Floats, known: NDArray[np.bool_], nbytes: Floats, n_prices: int) -> Self:
         """The bounds of runs, from the least seconds and periods of kinds of blocks on meshes [2, kinds, meshes].
 
-        `sums` [layers + 1, kinds] counts the blocks before each layer, of which each holds `nbytes` [kinds]. Some are
-        `known` exactly; meshes do not count that take longer than one on which all is known.
+        `sums` [layers + 1, kinds] counts the blocks before each layer, and each block holds `nbytes` [kinds]. Where
+        blocks are `known` exactly on a mesh, meshes that take longer do not count.
         """
         counts = np.maximum(sums - sums[:, None], 0.0)[:-1]
         some = (counts > 0).astype(np.float64)
@@ -51,7 +53,7 @@ class LayerBounds:
 
 @dataclass(frozen=True, slots=True)
 class _RunBound:
-    """The lower bound of a run of blocks as of so many prices, and whether all of it is priced on some mesh."""
+    """The lower bound of a run of blocks given `n_prices` prices, and whether all of it is priced on some mesh."""
 
     bound: LowerBound
     is_priced: bool
@@ -60,11 +62,11 @@ class _RunBound:
 
 @dataclass(slots=True, kw_only=True)
 class BlockBounds:
-    """Lower bounds on the cost of stages of a step, by the prices of its blocks that there are so far.
+    """Lower bounds on the cost of a step's stages, by the prices of blocks that are known so far.
 
-    What is not priced is bounded from three sides: operators cut over the devices, without any communication; the same
-    block in fewer microbatches, since smaller ones save nothing; and the same block on fewer devices, since twice as
-    many take at least half as long. `meshes(n)` lays out n devices.
+    A block without a price is bounded from three sides: its operators cut over the devices, without communication; the
+    same block in fewer microbatches, since smaller ones save nothing; and the same block on fewer devices, since twice
+    as many take at least half as long. `meshes(n)` lays out n devices.
     """
 
     step: StepBlocks
@@ -78,7 +80,7 @@ class BlockBounds:
 
     @property
     def n_prices(self) -> int:
-        """The number of prices found so far: bounds of as many are still what they were."""
+        """The number of prices found so far: a bound changes only when this does."""
         return self.block_costs.n_prices
 
     def of_layers(self, first: int, last: int, submesh: Submesh, microbatches: int) -> LowerBound:
@@ -91,10 +93,10 @@ class BlockBounds:
         return LowerBound(seconds=seconds, period=period, nbytes=nbytes)
 
     def of_blocks(self, begin: int, end: int, n_devices: int, microbatches: int) -> LowerBound:
-        """A lower bound on the cost of some blocks as a stage, by what is known so far; in any number of microbatches.
+        """A lower bound on the cost of some blocks as a stage, by what is known so far, in any number of microbatches.
 
-        Where there are no prices of so many, it takes no less than what lies between its steps in fewer and in more:
-        each way to do it takes a time of its own, and one for each microbatch.
+        Without prices in that number, a step takes no less than what lies between its seconds in fewer and in more
+        microbatches: every layout takes a time of its own, and one for each microbatch.
         """
         run = (begin, end, n_devices)
         if microbatches not in self.step.samples:
@@ -110,7 +112,7 @@ class BlockBounds:
         return all(self.block_costs.is_known(block, mesh) for block, _ in chosen)
 
     def _between(self, run: tuple[int, int, int], microbatches: int, counts: Sequence[int]) -> LowerBound:
-        """The bound of (begin, end, devices) by those in the nearest of these `counts` that are fewer and more."""
+        """The bound of a run (begin, end, devices) from those in the nearest fewer and more of these `counts`."""
         fewer = max((count for count in counts if count < microbatches), default=None)
         more = min((count for count in counts if count > microbatches), default=None)
         low, high = (self._of_run(run, n).bound if n else None for n in (fewer, more))
@@ -126,7 +128,7 @@ class BlockBounds:
         return LowerBound(seconds, period, low.nbytes)
 
     def _of_run(self, run: tuple[int, int, int], microbatches: int) -> _RunBound:
-        """The bound of (begin, end, devices) in so many microbatches by their own prices."""
+        """The bound of a run (begin, end, devices) in a number of microbatches by the prices in that number."""
         begin, end, n_devices = run
         key = self.step.kinds(begin, end, microbatches), n_devices
         known = self._runs.get(key)
@@ -148,7 +150,7 @@ class BlockBounds:
         return _RunBound(bound, any(self.is_priced(chosen, mesh) for mesh in meshes), self.n_prices)
 
     def of_block(self, block: Block, mesh: Mesh) -> tuple[float, float]:
-        """The bound of `BlockCosts.lower_bound`, and no less than half of what half of the devices take at best."""
+        """The bound of `BlockCosts.lower_bound`, and no less than half of the best bound on half of the devices."""
         seconds, period = self.block_costs.lower_bound(block, mesh)
         if self.block_costs.is_known(block, mesh):
             return seconds, period
@@ -159,7 +161,7 @@ class BlockBounds:
         return seconds, max(period, self._spent[key][1] / mesh.size)
 
     def _least_spent(self, block: Block, n_devices: int) -> float:
-        """Seconds of so many devices that a microbatch of a block takes at least; 0 if it cannot be on them."""
+        """Device seconds that a microbatch of a block takes at least; 0 if it cannot be on these devices."""
         least = min(
             (self.block_costs.lower_bound(block, mesh)[1] for mesh in self.meshes_of(n_devices)), default=math.inf
         )

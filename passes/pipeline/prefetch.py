@@ -1,6 +1,6 @@
-"""Prices that a search is going to ask for one by one, found at once, so that processes share the work.
+"""Prices that a search is going to ask for one by one, found at once, so that worker processes share the work.
 
-Each would be bounded by those before it: a few of those that are found here would not have been needed.
+Asked for one by one, each would be bounded by those before, so a few prices are found here that would not be needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Run = tuple[Sequence[Counted], int, int, float]
 
 
 def price_layers(table: StageCostTable, layers: Sequence[tuple[int, int, Submesh, int]], seconds: float) -> None:
-    """Finds what `table.candidate` asks for, given each of these, for steps of less than so many seconds."""
+    """Finds the prices that `table.candidate` asks for with each of these arguments, for steps below some seconds."""
     runs: list[_Run] = [
         (table.step.in_layers(first, last, count), submesh.n_devices, count, seconds / count)
         for first, last, submesh, count in layers
@@ -30,7 +30,7 @@ def price_layers(table: StageCostTable, layers: Sequence[tuple[int, int, Submesh
 
 
 def price_stages(table: StageCostTable, stages: Sequence[tuple[Blocks, float]], microbatches: int) -> None:
-    """Finds what `table.stage` asks for, given each of these stages with its cutoff."""
+    """Finds the prices that `table.stage` asks for, for each of these stages with its cutoff."""
     runs: list[_Run] = [
         (table.step.counted(begin, end, microbatches), n_devices, microbatches, cutoff)
         for (begin, end, n_devices), cutoff in stages
@@ -39,7 +39,7 @@ def price_stages(table: StageCostTable, stages: Sequence[tuple[Blocks, float]], 
 
 
 def price_first(stages: Sequence[tuple[StageCostTable, Blocks, float]], microbatches: int) -> None:
-    """Finds what `stage` of each of these tables of one step asks for first, given its cutoff."""
+    """Finds the prices that `stage` asks for first, for each of these tables with a stage and its cutoff."""
     by_costs: dict[int, tuple[StageCostTable, list[PriceRequest]]] = {}
     for table, (begin, end, n_devices), cutoff in stages:
         chosen = table.step.counted(begin, end, microbatches)
@@ -51,7 +51,7 @@ def price_first(stages: Sequence[tuple[StageCostTable, Blocks, float]], microbat
 
 
 def price_near(table: StageCostTable, stages: Sequence[Blocks], microbatches: int) -> None:
-    """Finds what `table.near` asks for, given each of these stages, whose best mesh is known."""
+    """Finds the prices that `table.near` asks for, for each of these stages, whose best mesh is known."""
     requests: list[PriceRequest] = []
     for begin, end, n_devices in stages:
         chosen = table.step.counted(begin, end, microbatches)
@@ -63,7 +63,7 @@ def price_near(table: StageCostTable, stages: Sequence[Blocks], microbatches: in
 
 
 def _price(table: StageCostTable, runs: Sequence[_Run], rounds: Sequence[int | None]) -> None:
-    """Prices runs on the mesh of each that is tried first, so many blocks in each round, and then on the others."""
+    """Prices runs on the mesh that is tried first for each, so many blocks in each round, and then on the others."""
     meshes = [[mesh for _, mesh in table.order(chosen, n_devices)] for chosen, n_devices, *_ in runs]
     for most in rounds:
         table.price_all(

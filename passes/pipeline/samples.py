@@ -1,4 +1,6 @@
-"""The samples that a search over stages has of a step: of few numbers of microbatches first, of others on request."""
+"""The samples of a step that a search over stages prices: in few numbers of microbatches first, in others on
+request.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,22 @@ from passes.pipeline.step_blocks import Sample
 from passes.step import Step, Variant
 
 FINEST = 32
-"""The most layers that a deep model is cut into: prices are of blocks, so more layers cost no more of them."""
+"""The most layers that a deep model is cut into: blocks are priced, so more layers do not cost more prices."""
 
 ANCHORS = (4, 16, 64)
 """The first numbers of microbatches are those nearest to these. Half of each finds the same in 0.91 of the work, double
 of each a step 9.5 % slower, as the best may then lie below them (`python -m benchmarks.settings`)."""
 
 REACH, MOST_COUNTS = 4, 10
-"""Others are up to this factor more or fewer than the best of them, and no more than so many. Half and double of the
-factor find the same in 0.89 and 1.11 of the work (`python -m benchmarks.settings`)."""
+"""The factor up to which other numbers of microbatches may differ from the best, and how many of them are tried. Half
+and double of the factor find the same in 0.89 and 1.11 of the work (`python -m benchmarks.settings`).
+"""
 
 
 def samples_of(step: Step, stages: int) -> dict[int, Sample]:
-    """The samples that a search for that many stages begins with; one microbatch is among them if blocks are left out.
+    """The samples that a search for at most that many stages begins with, by number of microbatches.
 
-    Stages may turn out to be fewer.
+    If blocks are left out, one microbatch is among them.
     """
     samples = {count: sample for count in anchors(step.counts) if (sample := sampled(step, stages, count)) is not None}
     if 1 in step.counts and any(sample.left_out for sample in samples.values()):
@@ -35,7 +38,7 @@ def samples_of(step: Step, stages: int) -> dict[int, Sample]:
 
 
 def sampled(step: Step, stages: int, count: int) -> Sample | None:
-    """The sample of a step on which it is priced in so many microbatches; None where it has no such variant."""
+    """The sample by which a step is priced in `count` microbatches; None where it has no such variant."""
     try:
         variant = step.variant(Variant(microbatches=count, stages=stages, sample=True))
     except PlanningError:
@@ -44,16 +47,18 @@ def sampled(step: Step, stages: int, count: int) -> Sample | None:
 
 
 def layers_of(samples: Mapping[int, Sample], layers: int | None, most: int) -> int:
-    """The number of layers into which every sample can be cut, up to `layers`, by default `most` or as many as pay.
+    """The number of layers into which every sample can be cut; at most `layers`, by default `most` or as many as pay.
 
-    1 if it cannot be cut, or if there are no samples.
+    1 if the step cannot be cut, or if there are no samples.
     """
     limit = layers or max((finest(sample, most) for sample in samples.values()), default=1)
     return min((most_layers(body_of(sample.graph), limit, sample.left_out) for sample in samples.values()), default=1)
 
 
 def finest(sample: Sample, layers: int) -> int:
-    """The number of layers, of equally many blocks, that is worth it if a sample leaves blocks out; else `layers`."""
+    """The number of layers worth having: for a sample that leaves blocks out, up to `FINEST` of equally many blocks;
+    else `layers`.
+    """
     if not sample.left_out:
         return layers
     n_blocks = sample.left_out + SAMPLE_BLOCKS
@@ -61,12 +66,12 @@ def finest(sample: Sample, layers: int) -> int:
 
 
 def anchors(counts: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of microbatches, of those that there may be, that a search begins with."""
+    """The numbers of microbatches, of the possible `counts`, that a search begins with."""
     several = [count for count in counts if count > 1] or list(counts)
     return tuple(sorted({min(several, key=lambda c: (abs(math.log(c / at)), c)) for at in ANCHORS})) if several else ()
 
 
 def near(counts: Sequence[int], best: int) -> tuple[int, ...]:
-    """The numbers of microbatches that are not far from the best, nearest first."""
+    """The numbers of microbatches near the best, nearest first."""
     reached = [count for count in counts if best <= REACH * count and count <= REACH * best]
     return tuple(sorted(reached, key=lambda c: (abs(math.log(c / best)), c))[:MOST_COUNTS])

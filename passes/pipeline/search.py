@@ -1,9 +1,8 @@
-"""The search over stages: blocks are priced, partitions drafted by their prices, and the best of them planned.
+"""The search over stages: blocks are priced, pipelines are drafted by their prices, and the best drafts are planned.
 
-Drafts begin with the partition that the dynamic program finds in few numbers of microbatches: its stages, and those of
-every pipeline that is made by hand (`passes.pipeline.drafts`), are priced in the numbers near to that, under every
-schedule. The best are planned. Prices leave out what is needed for a moment: where no plan fits, less memory is said to
-be there.
+The drafts have the stages of the best partition by the dynamic program, and those of every hand-made pipeline
+(`passes.pipeline.drafts`), in numbers of microbatches near the best, under every schedule. Prices leave out working
+space: where no plan fits, drafts are searched again for less memory.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from passes.cluster import Cluster, Mesh
 from passes.errors import PlanningError
 from passes.intra_op import pins
 from passes.pipeline.block_costs import BlockCosts
-from passes.pipeline.drafting import MOST_PLANNED_NODES, MOST_UNFIT, NEAR_BEST, SLACK, Drafting, size
+from passes.pipeline.block_solver import BlockSolver
+from passes.pipeline.draft_space import MOST_PLANNED_NODES, NEAR_BEST, DraftSpace, size
+from passes.pipeline.drafting import MOST_UNFIT, SLACK, Drafting
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.shapes import Draft, Limits, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
@@ -30,23 +31,26 @@ from passes.step import Step
 from passes.text import count
 
 RETRIES, LESS = 3, 0.95
-"""The times that stages which do not fit are chosen again, each for this share of the memory that should have done."""
+"""The number of times that drafts are searched again where none fits, and the factor for the memory of each search,
+applied to what should have done.
+"""
 
 _SHOWN = 6
-"""Drafts that a plan tells of."""
+"""The most drafts that a plan lists as alternatives."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StagedSearch:
-    """The search over stages of a `step` in so many `layers`, with the `samples` that there are of it so far.
+    """The search over stages of a `step` in `layers` layers, by the `samples` that there are of it so far.
 
-    Samples and plans are of its variants for so many `stages`, whose loops over layers are chunked. Pipelines have a
-    number of stages that is in `counts`, any if that is empty. `meshes(n)` lays out n devices, and inputs lie as they
-    are `pinned`. A sample of one microbatch prices the step without stages, too. Of the plans made that do not keep the
-    limit, `least_memory_plan` needs least. What was left out for the bytes that it needs takes `least_refused` seconds
-    or more.
+    Samples and plans are of the step's variants for `stages` stages, whose loops over layers are chunked. The number of
+    stages is one of `counts`, or any if that is empty. `meshes(n)` lays out n devices, and inputs have their `pinned`
+    placements. A sample of one microbatch prices the step without stages. `least_memory_plan` is the plan of least
+    memory of those that do not fit, and `least_refused` a lower bound in seconds on all that was left out for its
+    bytes.
 
-    An interruption that the `context` allows ends the search as soon as there are stages: they are planned, and marked.
+    An interruption that the `context` allows ends the search as soon as there are drafts: the best is planned, and
+    marked.
     """
 
     step: Step
@@ -72,7 +76,7 @@ class StagedSearch:
     _unfit: set[object] = field(default_factory=set[object])
 
     def __post_init__(self) -> None:
-        self.block_costs = BlockCosts(options=self.solver, restrict=self.pinned)
+        self.block_costs = BlockCosts(BlockSolver(options=self.solver, restrict=self.pinned))
         also = sorted({groups * chunks for groups, chunks in evenly(self.cluster.n_devices)})
         self.table = StageCostTable(
             step=StepBlocks(samples=self.samples, n_layers=self.layers, also=also),
@@ -81,16 +85,10 @@ class StagedSearch:
             block_costs=self.block_costs,
             on_price=self._report_price,
         )
-        self.drafting = Drafting(
-            step=self.step,
-            stages=self.stages,
-            cluster=self.cluster,
-            samples=self.samples,
-            schedules=self.schedules,
-            limits=self.limits,
-            table=self.table,
-            counts=self.counts,
+        space = DraftSpace(
+            step=self.step, stages=self.stages, samples=self.samples, schedules=self.schedules, table=self.table
         )
+        self.drafting = Drafting(space=space, limits=self.limits, counts=self.counts)
         self.plans = StagePlans(
             step=self.step,
             stages=self.stages,
@@ -104,7 +102,7 @@ class StagedSearch:
 
     @property
     def is_deep(self) -> bool:
-        """Whether blocks are left out of samples, so that prices cost far less than plans."""
+        """Whether samples leave blocks out, so that prices cost far less than plans."""
         return any(sample.left_out for sample in self.samples.values())
 
     def run(self) -> PipelinePlan | None:
@@ -144,7 +142,9 @@ class StagedSearch:
         return best
 
     def _of_drafts_so_far(self, search: DraftSearch) -> PipelinePlan | None:
-        """The fastest plan of few drafts so far that keeps the limit; those that do by their price come first."""
+        """The fastest plan within the limit of the first few drafts, those first that fit by their price; None if none
+        fits.
+        """
         drafts = sorted(search.drafts, key=lambda draft: (draft.excess(self.limits) > 1, draft.seconds))
         plans = ((self._limit(draft), self._planned(draft)) for draft in first_of_each(drafts)[:MOST_UNFIT])
         return next((plan for limit, plan in plans if plan is not None and plan.peak_nbytes <= limit), None)
@@ -154,16 +154,17 @@ class StagedSearch:
         return self.limits.of(draft.shape, draft.table)
 
     def _planned(self, draft: Draft) -> PipelinePlan | None:
-        """The plan of a draft; None where it has none: blocks can be where a whole stage cannot."""
+        """The plan of a draft; None where it has none: its blocks may be possible where a whole stage is not."""
         try:
             return self.plans.plan(draft)
         except PlanningError:
             return None
 
     def _best(self, drafted: Sequence[Draft], cutoff: float) -> tuple[PipelinePlan | None, float | None]:
-        """The best plan of these drafts that fits and takes less than the cutoff, as far as they are planned.
+        """(best plan, least excess): the best plan of these drafts that fits and takes less than the cutoff.
 
-        With the least multiple of its limit that one needs which does not fit, None if all that were planned do.
+        The excess is the least multiple of its limit that a plan needs which does not fit; None if all that were
+        planned do.
         """
         best: PipelinePlan | None = None
         over: float | None = None
@@ -197,7 +198,7 @@ class StagedSearch:
 
 
 def _met(draft: Draft) -> Alternative:
-    """A draft in words, with what it takes by the prices of its layers."""
+    """A draft as an alternative to the plan, with its seconds and bytes by prices."""
     name = _name(len(draft.shape.begins), draft.shape.devices, draft.microbatches, draft.schedule)
     why = "by the prices of its layers"
     return Alternative(name=name, seconds=draft.seconds, why=why, peak_nbytes=draft.peak_nbytes)

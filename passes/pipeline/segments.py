@@ -1,7 +1,8 @@
-"""Segments of a stage's program, which run between two waits, as subgraphs; and the bytes that a stage needs to run.
+"""Segments of a stage's program, each run without waiting for another stage, as subgraphs; and the bytes that a stage
+needs.
 
-A stage runs a segment for each kind of task and one when all microbatches are done (autopar/runtime/instructions.py).
-Bytes are those of one device: what stays all the time, what a task works with, and what the end of a step does, when
+A stage runs a segment for each kind of task, and one when all microbatches are done (autopar/runtime/instructions.py).
+Bytes are those of one device: what stays all the time, what a task works with, and what the end of a step needs, when
 nothing is in flight any more.
 """
 
@@ -19,12 +20,14 @@ from passes.sharding import Resharder, ShardingSpec
 from passes.transforms import Part
 
 PlacedValue = tuple[int, ShardingSpec]
-"""A value in a placement."""
+"""A value in one placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subgraph:
-    """Some nodes of a graph as a program of their own: they are its `nodes`, and `layout` has their placements."""
+    """Some nodes of a graph as a program of its own; `nodes` are their indices in the graph, and `layout` has their
+    placements.
+    """
 
     graph: Graph
     nodes: tuple[int, ...]
@@ -34,7 +37,7 @@ class Subgraph:
 def subgraph_of(
     graph: Graph, nodes: Iterable[int], layout: Layout, specs: Mapping[int, ShardingSpec], needed: Sequence[PlacedValue]
 ) -> Subgraph:
-    """The part of a graph, of `nodes` alone, that makes the `needed` values from placements `specs`."""
+    """The part of a graph, made of these `nodes` alone, that computes the `needed` values from placements `specs`."""
     live, allowed = {v for v, _ in needed}, set(nodes)
     chosen: list[int] = []
     for index in reversed(range(len(graph.nodes))):
@@ -57,7 +60,7 @@ def subgraph_of(
 
 
 def value_specs(graph: Graph, layout: Layout) -> dict[int, ShardingSpec]:
-    """The placement in which each value of a graph is made or enters."""
+    """The placement in which each value of a graph is made or comes in."""
     specs = dict(zip(graph.inputs, layout.inputs, strict=True))
     for node, placement in zip(graph.nodes, layout.placements, strict=True):
         specs |= zip(node.outputs, placement.results, strict=True)
@@ -67,10 +70,10 @@ def value_specs(graph: Graph, layout: Layout) -> dict[int, ShardingSpec]:
 def reduced(
     graph: Graph, layout: Layout, reshardings: ReshardingPlan, nodes: Collection[int], later: Iterable[int]
 ) -> dict[int, ShardingSpec]:
-    """The placements to which the segment of `nodes` reduces partial sums that `later` nodes read, always reduced.
+    """The placements to which the segment of `nodes` reduces partial sums that `later` nodes read.
 
-    They are handed on reduced: reduced again, they would be sent twice where the plan counts once. A segment reduces
-    what its own nodes read, and what it makes that leaves the graph.
+    They are handed on reduced: otherwise they would be reduced twice where the plan counts once. A segment reduces what
+    its own nodes read, and what leaves the graph.
     """
     leaves = {v for v, spec in zip(graph.outputs, layout.outputs, strict=True) if not spec.partial}
     whole = leaves.intersection(v for i in nodes for v in graph.nodes[i].outputs)
@@ -96,8 +99,9 @@ def _operands(graph: Graph, layout: Layout, nodes: Iterable[int]) -> Iterator[Pl
 class Needs:
     """Bytes of one device besides arguments, sums and what microbatches keep.
 
-    `entering` are copies that the loop reads in place of arguments, all the time; `working` is what a task needs while
-    it runs, `finish` what the end of a step does: results that take no donated argument's room, and working space.
+    `entering` are copies that the loop reads in place of arguments, which stay all the time; `working` is what a task
+    needs while it runs; `finish` what the end of a step needs: results that replace no donated argument, and working
+    space.
     """
 
     entering: int
@@ -116,7 +120,7 @@ def needs(part: Part, layout: Layout, mesh: Mesh, state_pairs: StatePairs, donat
 
 
 def entering(part: Part, layout: Layout, mesh: Mesh) -> int:
-    """Bytes of one device of what a stage's loop reads in place of arguments that lie elsewhere."""
+    """Bytes on one device of the copies that a stage's loop reads in place of arguments with another placement."""
     graph = part.graph
     node, placement = graph.nodes[part.loop], layout.placements[part.loop]
     present = set(zip(graph.inputs, layout.inputs, strict=True))
@@ -127,7 +131,7 @@ def entering(part: Part, layout: Layout, mesh: Mesh) -> int:
 
 
 def _working(part: Part, inside: Layout, mesh: Mesh, resharder: Resharder) -> int:
-    """Bytes that a task needs besides what it reads and what is kept of it: the forward, or the backward."""
+    """Bytes that a task, the forward or the backward, needs besides what it reads and keeps."""
     body, n_constants, n_carries = part.body, part.scan.constants, part.scan.carries
     specs, ends = value_specs(body, inside), dict(zip(body.outputs, inside.outputs, strict=True))
     sums = dict(zip(body.outputs[:n_carries], body.inputs[n_constants:], strict=False))

@@ -1,4 +1,4 @@
-"""Pipelines before any stage of them is planned: where stages begin and on how many devices they run."""
+"""Shapes and drafts: pipelines before any stage of them is planned."""
 
 from __future__ import annotations
 
@@ -10,53 +10,56 @@ from passes.inter_op import Partition
 from passes.pipeline.stage_table import StageCostTable
 
 CHUNKS = (1, 2, 3, 4)
-"""Stages that a submesh has in turn."""
+"""The numbers of stages that a group may have in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Stages that begin at blocks `begins`; group g of `devices` has stages g, g + groups, ... in turn."""
+    """The stages of a pipeline by the blocks that they begin with; group g of `devices` has stages g, g + groups, ...
+    in turn.
+    """
 
     begins: tuple[int, ...]
     devices: tuple[int, ...]
 
     @property
     def chunks(self) -> int:
-        """Stages of each group."""
+        """The number of stages of each group."""
         return len(self.begins) // len(self.devices)
 
     def places(self) -> list[range]:
-        """The devices of each stage."""
+        """The devices of each stage, by number."""
         ends = [0, *accumulate(self.devices)]
         return [range(ends[k % len(self.devices)], ends[k % len(self.devices) + 1]) for k in range(len(self.begins))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The bytes that a device of a pipeline may need: of stages `by_hand` all there are, of `searched` ones less.
+    """The bytes that a device of a pipeline may need: all there are in pipelines `by_hand`, less in those that are
+    `searched`.
 
-    What is searched is what predictions flatter, so it leaves a margin for what they miss.
+    A search picks what predictions flatter, so searched pipelines leave a margin for their errors.
     """
 
     searched: float
     by_hand: float
 
     def of(self, shape: Shape, table: StageCostTable) -> float:
-        """The limit of a shape: it is by hand if its stages are even and on equal submeshes."""
+        """The limit of a shape, which counts as made by hand if its stages are even and on equal submeshes."""
         even = table.step.cuts(next(iter(table.step.samples))).even
         is_by_hand = len(set(shape.devices)) == 1 and even.get(len(shape.begins)) == shape.begins
         return self.by_hand if is_by_hand else self.searched
 
     def times(self, factor: float) -> Limits:
-        """Limits larger by a factor."""
+        """The limits multiplied by a factor."""
         return Limits(searched=factor * self.searched, by_hand=factor * self.by_hand)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A shape in so many microbatches under a schedule, with what it takes by its prices.
+    """A shape in a number of microbatches under a schedule, with its seconds and bytes by the prices of `table`.
 
-    Prices are those of `table`, which is one of restricted placements where a pipeline by hand restricts them.
+    For a pipeline laid out as by Megatron, that is a table of such placements alone.
     """
 
     shape: Shape
@@ -68,22 +71,22 @@ class Draft:
 
     @property
     def key(self) -> object:
-        """The identity of the plans of its stages: all but the schedule."""
+        """The identity of the plans of its stages: everything but the schedule."""
         return self.shape, self.microbatches, id(self.table)
 
     def excess(self, limits: Limits) -> float:
-        """The bytes that it needs by its prices as a multiple of its limit: it fits up to one."""
+        """The bytes that it needs by its prices as a multiple of its limit: it fits if that is at most 1."""
         return self.peak_nbytes / limits.of(self.shape, self.table)
 
 
 def evenly(n_devices: int) -> list[tuple[int, int]]:
-    """Every (groups, chunks) in which so many devices have equal submeshes."""
+    """Every (groups, chunks) in which that many devices make equal submeshes."""
     groups = [n for n in range(2, n_devices + 1) if n_devices % n == 0]
     return [(n, chunks) for n in groups for chunks in CHUNKS]
 
 
 def by_hand(table: StageCostTable, n_devices: int, microbatches: int) -> Iterator[Shape]:
-    """The shapes of even stages on equal submeshes, cut as the step is in so many microbatches."""
+    """The shapes of even stages on equal submeshes, cut as the sample in `microbatches` is."""
     even = table.step.cuts(microbatches).even
     for groups, chunks in evenly(n_devices):
         if begins := even.get(groups * chunks):
@@ -112,7 +115,7 @@ def drafted(table: StageCostTable, partition: Partition) -> Draft:
 
 
 def first_of_each(ordered: Sequence[Draft]) -> list[Draft]:
-    """The first draft of each shape in each number of microbatches: its other schedules are tried with its plan."""
+    """The first draft of each key: its plan is tried under the other schedules as well."""
     firsts: dict[object, Draft] = {}
     for draft in ordered:
         firsts.setdefault(draft.key, draft)

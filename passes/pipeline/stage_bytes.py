@@ -1,4 +1,4 @@
-"""The bytes of stages by what is known of their blocks before all of these are priced."""
+"""The bytes of stages of which not all blocks are priced yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from passes.pipeline.step_blocks import Counted
 
 
 def least_bytes(table: StageCostTable, begin: int, end: int, n_devices: int, microbatches: int) -> StageCost:
-    """The least bytes of some blocks as a stage, which takes no time here: their state, and what microbatches keep."""
+    """A stage with the least bytes that some blocks need, their state and what microbatches keep; its seconds are 0."""
     key = table.step.kinds(begin, end, microbatches), n_devices
     if key not in table.least_bytes:
         chosen = table.step.counted(begin, end, microbatches)
@@ -20,9 +20,9 @@ def least_bytes(table: StageCostTable, begin: int, end: int, n_devices: int, mic
 
 
 def partly_priced(table: StageCostTable, begin: int, end: int, n_devices: int, microbatches: int) -> list[StageCost]:
-    """The stage of some blocks on each mesh on which most of what they keep is of blocks that have a price already.
+    """The stage of some blocks on each mesh where blocks that keep more than half of the bytes have a price.
 
-    Others count with the least bytes that they may need, and take no time.
+    The others count with their least bytes, and take no time.
     """
     key = table.step.kinds(begin, end, microbatches), n_devices
     n_prices, stages = table.partly_priced.get(key, (-1, []))

@@ -12,7 +12,7 @@ from passes.errors import InternalError
 from passes.inter_op import StageCost, is_chunked
 from passes.intra_op import pins
 from passes.pipeline import prefetch
-from passes.pipeline.assemble import assemble_pipeline, restated
+from passes.pipeline.assemble import PipelineOptions, assemble_pipeline, restated
 from passes.pipeline.draft_prices import runs_of
 from passes.pipeline.shapes import Draft, Limits
 from passes.plan import PipelinePlan, Plan
@@ -22,18 +22,19 @@ from passes.step import Step, Variant
 from passes.transforms import stages
 
 SOLVE_GAP = 1e-3
-"""The relative gap at which the solve of a stage may end: closing it takes longer than all that comes before."""
+"""The relative gap to which a stage is solved: closing it takes longer than all that comes before."""
 
 NEARLY, TIGHTENED = 1.1, 2
-"""Stages that need up to this factor of what there is are planned again within less, and how often: prices leave out
-what is needed for a moment, and a stage within less may keep more of each microbatch."""
+"""The factor of the limit up to which a plan's stages are planned again within fewer bytes, and the number of times:
+prices leave out working space, and a stage within fewer bytes may keep more of each microbatch.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class StagePlans:
-    """The plans of drafts of a `step`, in its variants for so many `stages`; those of equal stages are kept.
+    """The plans of drafts of a `step`, in its variants for `stages` stages; plans of equal stages are kept.
 
-    Devices have the bytes of `limits`.
+    Devices may need the bytes of `limits`.
     """
 
     step: Step
@@ -48,28 +49,27 @@ class StagePlans:
     _plans: dict[object, tuple[Step, Plan | None]] = field(default_factory=dict[object, "tuple[Step, Plan | None]"])
 
     def written(self, microbatches: int) -> Step:
-        """The whole step, no block left out, in so many microbatches."""
+        """The whole step in that many microbatches, with no block left out."""
         self.context.report(Progress(phase="write the step in microbatches", done=0, total=None))
         return self.step.variant(Variant(microbatches=microbatches, stages=self.stages))
 
     def plan(self, draft: Draft) -> PipelinePlan:
         """The plan of a draft: its stages planned in full, under the schedule that is the best then.
 
-        Prices leave out what is needed for a moment. Where that is why it does not fit, the stages that need too much
-        are planned again within less, which is a search.
+        Prices leave out working space. If the plan does not fit because of that, the stages that need too much are
+        planned again within fewer bytes.
         """
         step, shape = self.written(draft.microbatches), draft.shape
         begins = draft.table.step.firsts(step.graph, shape.begins, draft.microbatches)
         cut = stages.cut(step.graph, begins, step.state_pairs)
         parts = step.parts(cut)
+        options = PipelineOptions(planner="auto", cluster=self.cluster, schedule=draft.schedule, chunks=shape.chunks)
         plans, best = self._stages(draft, parts, {}), None
         limit = self.limits.of(shape, draft.table)
         for _ in range(1 + TIGHTENED):
             if plans is None:
                 break
-            made = assemble_pipeline(
-                "auto", step, self.cluster, begins, cut, plans, draft.schedule, shape.chunks, self._costs
-            )
+            made = assemble_pipeline(step, cut, plans, options, self._costs)
             scheduled = self._scheduled(made.of_variant(step.chosen))
             best = min((best, *scheduled) if best else scheduled, key=partial(_order, limit))
             smallest = min(scheduled, key=lambda plan: plan.peak_nbytes)
@@ -87,9 +87,10 @@ class StagePlans:
         return [replace(plan, schedule_name=name) for name in names] or [plan]
 
     def _stages(self, draft: Draft, parts: Sequence[Step], limits: Mapping[int, float]) -> list[Plan] | None:
-        """The plan of every stage; equal ones are planned once, in this draft or another.
+        """The plan of every stage; equal stages are planned once, in this draft or another.
 
-        Those with a limit need at most so many bytes, equal ones the least of these; None where one cannot.
+        `limits` has the most bytes of some stages; equal ones have the least of theirs. None where a stage has no such
+        plan.
         """
         count, table = draft.microbatches, draft.table
         runs = runs_of(draft.shape, table, count)
@@ -120,7 +121,7 @@ class StagePlans:
         return plans
 
     def _pins(self, part: Step) -> object:
-        """The placements that tell a stage from others which are equal but for names."""
+        """The pinned placements of a stage: stages that are equal but for names may differ in these."""
         return tuple(self.pinned.placed(part.graph).items()) if self.pinned else ()
 
     def _report_stage(self, done: int, total: int) -> None:
@@ -128,13 +129,13 @@ class StagePlans:
 
 
 def _order(limit: float, plan: PipelinePlan) -> tuple[bool, float]:
-    """The key by which the best comes first: the fastest that fits, else what needs least."""
+    """The sort key of plans, best first: the fastest that fits, else the one of least memory."""
     is_over = plan.peak_nbytes > limit
     return is_over, plan.peak_nbytes if is_over else plan.step_seconds
 
 
 def _tighter(plan: PipelinePlan, limit: float) -> dict[int, float]:
-    """The bytes that stages of groups which need more than a limit may need: less by what is too much."""
+    """The bytes that the stages of groups over the limit may need, less by the group's excess; by stage."""
     limits: dict[int, float] = {}
     for group, nbytes in enumerate(plan.timeline.peak_nbytes):
         if nbytes > limit:

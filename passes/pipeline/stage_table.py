@@ -1,16 +1,15 @@
-"""The table of the costs of stages, for the search over stages: sums over blocks, of which equal ones are priced once.
+"""The table of stage costs for the search over stages: a stage is a sum of blocks, and equal blocks are priced once.
 
 Layers, of which stages are made, are runs of the blocks in which a model repeats itself; where it does not, a layer is
-one block. A block is priced as a stage of its own on every mesh that a submesh can be, and hands on what it takes in as
-it took it in, if its neighbours are like it. A stage is the sum of its blocks on the one mesh that suits all of them
-best. Reshardings between unlike blocks of one stage are left out, as if layouts met: the stages that are chosen are
-planned again as they are.
+one block. A block is priced as a stage of its own on every mesh that a submesh can be; where its neighbours are of its
+kind, it hands on what it takes in with the same placement. A stage is the sum of its blocks on the one mesh that suits
+all of them best. Reshardings between unlike blocks of one stage are left out: the stages that are chosen are planned
+again as they are.
 
-A mesh is given up as soon as the blocks priced on it, with the least that the others can take, gain nothing over the
-best mesh so far; blocks that are already priced count first, and then those that weigh most. What the others can take
-is bounded from three sides: operators cut over the devices, without any communication; the same block in fewer
-microbatches, since smaller ones save nothing; and the same block on fewer devices, since twice as many take at least
-half as long. A survey of the block that weighs most finds the bounds that matter before the search begins.
+A mesh is left out as soon as the blocks priced on it, with lower bounds on the others, gain nothing over the best mesh
+so far; blocks that are already priced count first, and then those with most work (bounds:
+`passes.pipeline.lower_bounds`). A survey of the block with most work finds the bounds that matter before the search
+begins.
 """
 
 from __future__ import annotations
@@ -26,32 +25,36 @@ from passes.pipeline.lower_bounds import SLACK, BlockBounds
 from passes.pipeline.step_blocks import Counted, Kinds, StepBlocks
 
 LEAST_GAIN = 0.03
-"""A gain that no other mesh is tried for, over a price or from a price to the least that there can be: as much as the
-gap at which prices are solved. `python -m benchmarks.planning --pipeline` counts the programs that are left."""
+"""The gain for which no other mesh is tried, over a price or from a price to its lower bound: as much as the gap to
+which prices are solved. `python -m benchmarks.planning --pipeline` counts the programs that are left.
+"""
 
 WASTE = 4.0
-"""The survey ends where devices spend this many times what the best number of them does: four times as many would then
-gain nothing. `python -m benchmarks.planning --pipeline` counts the programs that are left."""
+"""The survey ends where the devices together spend this many times what the best number of them spends: four times as
+many would then gain nothing. `python -m benchmarks.planning --pipeline` counts the programs that are left.
+"""
 
 TOGETHER = 4
 """Numbers of devices that the survey prices a block on at once, so that as many processors have work; it may end before
 the last of them is of use (`python -m benchmarks.planning cases` has its seconds)."""
 
 PRICE_TOLERANCE = 0.03
-"""Meshes whose prices differ by less are both tried for a stage that was chosen: prices are sums over its blocks."""
+"""The share by which prices of two meshes may differ, so that both are tried for a stage that was chosen: prices are
+sums over its blocks.
+"""
 
 
 Run = tuple[Kinds, int]
-"""A run of blocks by their kinds, and the devices that it is on."""
+"""A run of blocks by their kinds, and the number of devices that it is on."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StageCostTable:
-    """The costs of stages of a `step` in blocks, computed when they are asked for; `meshes(n)` lays out n devices.
+    """The costs of a step's stages, computed when they are asked for; `meshes(n)` lays out n devices.
 
-    `on_price` is called with every mesh that a block is about to be priced on, and with None when it is. What the
-    functions of `passes.pipeline.stage_bytes` find of runs of blocks is kept here, that of some prices with their
-    number.
+    `on_price` is called with every mesh on which a block is about to be priced, and with None afterwards. `least_bytes`
+    and `partly_priced` cache the results of `passes.pipeline.stage_bytes`, the latter with the number of prices known
+    then.
     """
 
     step: StepBlocks
@@ -72,13 +75,13 @@ class StageCostTable:
         )
 
     def restricted(self, block_costs: BlockCosts, meshes: Callable[[int], Sequence[Mesh]]) -> StageCostTable:
-        """The table of the same blocks by other prices, on other meshes."""
+        """The table of the same blocks with other prices, on other meshes."""
         return replace(self, block_costs=block_costs, meshes=meshes, _winners={})
 
     def survey(self, n_devices: Sequence[int]) -> None:
-        """Prices the block that weighs most, in the fewest microbatches, on ever more devices while they are of use.
+        """Prices the block with most work, in the fewest microbatches, on more and more devices while they are of use.
 
-        What is found there bounds what more devices can save, and what more microbatches cost, everywhere else.
+        The prices bound what more devices can save, and what more microbatches cost, everywhere else.
         """
         count = min((count for count in self.step.samples if count > 1), default=1)
         every = self.step.in_layers(0, self.step.n_layers, count)
@@ -97,18 +100,18 @@ class StageCostTable:
     def candidate(
         self, first: int, last: int, submesh: Submesh, microbatches: int, cutoff: float = math.inf
     ) -> Candidate | None:
-        """The stage of some layers on the mesh on which its period is the least; None if on none it is below `cutoff`.
+        """The stage of some layers on the mesh where its period is least; None if that is `cutoff` or more everywhere.
 
         The period is in seconds of a microbatch, with its share of the end of a step.
         """
         return self._best(self.step.in_layers(first, last, microbatches), submesh.n_devices, microbatches, cutoff)
 
     def stage(self, begin: int, end: int, n_devices: int, microbatches: int, cutoff: float) -> Candidate | None:
-        """The stage of some blocks, as `candidate` has that of layers."""
+        """The stage of some blocks on its best mesh; None as in `candidate`."""
         return self._best(self.step.counted(begin, end, microbatches), n_devices, microbatches, cutoff)
 
     def order(self, chosen: Sequence[Counted], n_devices: int) -> list[tuple[int, Mesh]]:
-        """The meshes by number, in the order in which they are tried: those first on which all is priced already."""
+        """The meshes with their numbers, in the order in which they are tried: those first on which all is priced."""
 
         def order(numbered: tuple[int, Mesh]) -> tuple[bool, bool, float, int, int]:
             number, mesh = numbered
@@ -119,12 +122,12 @@ class StageCostTable:
         return sorted(enumerate(self.bounds.meshes_of(n_devices)), key=order)
 
     def good_enough(self, chosen: Sequence[Counted], n_devices: int) -> float:
-        """The period, in seconds of a microbatch, at which no other mesh is tried."""
+        """The period, in seconds of a microbatch, from which no other mesh is tried."""
         least = math.fsum(n * self.block_costs.least(block, self.cluster, n_devices)[0] for block, n in chosen)
         return least * (1 + LEAST_GAIN)
 
     def _best(self, chosen: Sequence[Counted], n_devices: int, microbatches: int, cutoff: float) -> Candidate | None:
-        """The stage of so many blocks of some kinds on its best mesh, as `candidate` has that of layers."""
+        """The stage of n blocks of each kind, given as (block, n), on its best mesh; None as in `candidate`."""
         meshes = self.order(chosen, n_devices)
         n_first = max(1, sum(self.bounds.is_priced(chosen, mesh) for _, mesh in meshes))
         best: tuple[float, int, Candidate] | None = None
@@ -147,7 +150,9 @@ class StageCostTable:
         return best[2] if best else None
 
     def near(self, begin: int, end: int, n_devices: int, microbatches: int) -> tuple[Mesh, ...]:
-        """The meshes that suit some blocks nearly as well as the best; the others are priced for it, if need be."""
+        """The meshes whose period for these blocks is within `PRICE_TOLERANCE` of the best; prices them where
+        needed.
+        """
         chosen, meshes = self.step.counted(begin, end, microbatches), self.by_wins(n_devices)
         best, periods = math.inf, list[tuple[float, Mesh]]()
         for place, mesh in enumerate(meshes):
@@ -160,11 +165,11 @@ class StageCostTable:
         return tuple(mesh for period, mesh in periods if period <= (1 + PRICE_TOLERANCE) * best)
 
     def by_wins(self, n_devices: int) -> list[Mesh]:
-        """The meshes of so many devices, first the one that won last."""
+        """The meshes of that many devices, the last winner first."""
         return sorted(self.bounds.meshes_of(n_devices), key=lambda mesh: mesh != self._winners.get(n_devices))
 
     def ahead(self, chosen: Sequence[Counted], meshes: Sequence[Mesh], cutoff: float) -> list[PriceRequest]:
-        """The first of the blocks that have no price on each mesh, to be priced all at once."""
+        """The first blocks without a price on each mesh, to be priced all at once."""
         return [request for mesh in meshes for request in self.requests(chosen, mesh, cutoff)[:1]]
 
     def costs(self, chosen: Sequence[Counted], mesh: Mesh, cutoff: float) -> list[tuple[StageCost, int]] | None:
@@ -182,7 +187,9 @@ class StageCostTable:
         return [(cost, n) for cost, n in costs if cost]
 
     def requests(self, chosen: Sequence[Counted], mesh: Mesh, cutoff: float = math.inf) -> list[PriceRequest]:
-        """The blocks without a price, heaviest first, with the period that each may have; none if it is too much."""
+        """The blocks without a price, heaviest first, each with the period that it may have; empty if the known ones
+        take too long.
+        """
         floors = [(n * self.bounds.of_block(block, mesh)[1], block, n) for block, n in chosen]
         spent = math.fsum(period for period, _, _ in floors)
         if spent > cutoff * SLACK or math.isinf(spent):
@@ -201,12 +208,14 @@ class StageCostTable:
             self.on_price(None)
 
     def state_nbytes(self, begin: int, end: int, microbatches: int, parts: int) -> int:
-        """The least bytes of one device of the weights of some blocks and of their optimizer's state, cut so often."""
+        """The least bytes on one device of the weights of some blocks and their optimizer's state, cut into `parts`."""
         chosen = self.step.counted(begin, end, microbatches)
         return sum(n * self.block_costs.state_nbytes(block, parts) for block, n in chosen)
 
     def kept_nbytes(self, begin: int, end: int, n_devices: int, microbatches: int) -> int:
-        """Bytes of one device that the forward of a microbatch keeps at least; from a sample in no more of them."""
+        """Bytes of one device that the forward of a microbatch keeps at least, from the sample in that many
+        microbatches or fewer.
+        """
         return (
             sum(n * self.block_costs.kept_nbytes(b) for b, n in self.step.counted(begin, end, microbatches))
             // n_devices
@@ -217,5 +226,5 @@ class StageCostTable:
         return self.step.boundary_nbytes(cut, microbatches)
 
     def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
-        """Seconds of so many bytes from some devices to others."""
+        """Seconds to send that many bytes from some devices to others."""
         return boundary_seconds(self.cluster.group(), senders, receivers, nbytes)

@@ -1,4 +1,4 @@
-"""A step in blocks, for each number of microbatches of which there is a sample; layers are runs of blocks.
+"""The blocks and layers of a step, for each number of microbatches of which there is a sample.
 
 Layers, of which stages are made, are runs of the blocks in which a model repeats itself; where it does not, a layer is
 one block.
@@ -25,7 +25,9 @@ Kinds = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A step in microbatches to be priced; after the second of its equal blocks, some are `left_out`."""
+    """A step in microbatches to be priced, of which `left_out` blocks are missing after the second of the
+    equal ones.
+    """
 
     graph: Graph
     state_pairs: StatePairs
@@ -34,9 +36,9 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class StepBlocks:
-    """The blocks and layers of a step given as a sample for each number of microbatches.
+    """The blocks and layers of a step, given a sample for each number of microbatches.
 
-    Stages may begin where `also` so many even ones do, whatever the layers.
+    `also` are numbers of even stages into which it can be cut, whatever the layers.
     """
 
     samples: Mapping[int, Sample]
@@ -51,14 +53,14 @@ class StepBlocks:
     _sent: dict[str, int] = field(default_factory=dict[str, int])
 
     def cuts(self, microbatches: int) -> Cuts:
-        """The step in so many microbatches, in blocks and layers."""
+        """The step in that many microbatches, cut into blocks and layers."""
         if microbatches not in self._cuts:
             sample = self.samples[microbatches]
             self._cuts[microbatches] = in_blocks(body_of(sample.graph), self.n_layers, sample.left_out, self.also)
         return self._cuts[microbatches]
 
     def span(self, first: int, last: int, microbatches: int) -> tuple[int, int]:
-        """The first block of some layers, and the one after their last."""
+        """The first of the blocks of some layers, and the one after their last."""
         cuts = self.cuts(microbatches)
         ends = (*cuts.layers, len(cuts.blocks))
         return ends[first], ends[last]
@@ -79,14 +81,14 @@ class StepBlocks:
         return self._blocks[microbatches]
 
     def _fewer(self, microbatches: int) -> list[tuple[str, ...]]:
-        """The kinds of every part in fewer microbatches, where the step is cut there as it is here."""
+        """The kinds of every part in fewer microbatches, where the step is cut in the same way."""
         cuts = self.cuts(microbatches)
         others = [count for count in sorted(self.samples) if count < microbatches and self.cuts(count) == cuts]
         kinds = [dict(zip(cuts.blocks, self.blocks(count), strict=True)) for count in others]
         return [tuple(each[part].kind for each in kinds) for part in range(len(cuts.firsts))]
 
     def firsts(self, graph: Graph, begins: Sequence[int], microbatches: int) -> tuple[int, ...]:
-        """The nodes of the whole step's body with which these blocks begin."""
+        """The nodes of the whole step's loop body with which these blocks begin."""
         whole, cuts = in_blocks(body_of(graph), self.n_layers, also=self.also), self.cuts(microbatches)
         if len(whole.blocks) != len(cuts.blocks):
             raise InternalError(f"a step of {len(whole.blocks)} blocks was searched as {len(cuts.blocks)}")
@@ -96,7 +98,7 @@ class StepBlocks:
         return self.counted(*self.span(first, last, microbatches), microbatches)
 
     def counted(self, begin: int, end: int, microbatches: int) -> tuple[Counted, ...]:
-        """One block of each kind in a run of blocks, with how many there are."""
+        """(block, number of them) for each kind of block in a run."""
         key = (begin, end, microbatches)
         if key not in self._counts:
             chosen = self.blocks(microbatches)[begin:end]
@@ -105,7 +107,7 @@ class StepBlocks:
         return self._counts[key]
 
     def kinds(self, begin: int, end: int, microbatches: int) -> Kinds:
-        """The kinds of `counted`, by which equal runs of blocks are found."""
+        """The kinds of a run, by which equal runs of blocks are found."""
         key = (begin, end, microbatches)
         if key not in self._kinds:
             self._kinds[key] = tuple((block.kind, n) for block, n in self.counted(*key))

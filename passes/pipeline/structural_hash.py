@@ -1,9 +1,8 @@
-"""Hashes of stages that are equal where these are one program but for names and the order of arguments and updates.
+"""Hashes of stages that are equal if the stages are one program but for names and the order of arguments and updates.
 
-A model's layers do the same in the same order, but what they read and the updates of it come in the order of their
-names, in which layer 10 stands before layer 2. Values are therefore named as the loop over microbatches meets them,
-then as those that are named lead to others: each node by way of the first named value that it reads, what else it reads
-just before it.
+A model's layers apply the same operators in the same order, but their arguments and updates come in the order of their
+names, in which layer 10 stands before layer 2. Values are therefore numbered in the order in which the loop over
+microbatches reads them, and other nodes in the order in which the first numbered value that they read leads to them.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from passes.transforms import Part
 
 
 def structural_hash(part: Part, state_pairs: StatePairs) -> str:
-    """16 hex digits that differ where stages do; `state_pairs` are the (output, input) positions that are one state.
+    """16 hex digits that are equal for equal stages; `state_pairs` are the (output, input) positions of its state.
 
-    Those of equal digits have the same nodes with the same operands, in the same phases of a step, and send and keep
-    the same.
+    Stages with equal digits have the same nodes with the same operands, in the same phases of a step, and send and keep
+    the same values.
     """
     graph, body, loop = part.graph, part.body, part.graph.nodes[part.loop]
     names, inside = _Names(graph), _Names(body)
@@ -41,13 +40,15 @@ def structural_hash(part: Part, state_pairs: StatePairs) -> str:
 def _paired(
     inside: _Names, inner: Sequence[int], outer: Sequence[int], roles: Sequence[str]
 ) -> list[tuple[str, str, int]]:
-    """Triples of a value in a loop's body, its role there (a microbatch's by default), and its value of the step."""
+    """(value of the loop's body, its role there, its value outside the loop); without another role it is a
+    microbatch's.
+    """
     given = (*roles, *["each"] * (len(inner) - len(roles)))
     return sorted(zip(map(inside.of, inner), given, outer, strict=True))
 
 
 class _Names:
-    """Values by the order in which they are first asked for, with their types; numbers in words."""
+    """The numbers of values, given in the order in which they are first asked for, with their types as text."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -61,14 +62,14 @@ class _Names:
         return self.known[value]
 
     def line(self, node: Node) -> str:
-        """A node in words, bodies by their fingerprints."""
+        """A node as text, with fingerprints in place of its bodies."""
         reads, writes = (" ".join(map(self.of, values)) for values in (node.inputs, node.outputs))
         bodies = " ".join(body.fingerprint for body in node.subgraphs)
         return f"{writes}={node.primitive} {reads} {sorted(node.params.items())!r} {phase(node)} {bodies}"
 
 
 def _reached(graph: Graph, loop: int, named: Iterable[int]) -> Iterator[int]:
-    """The nodes beside a loop, each once, in an order that follows from that of the `named` values."""
+    """The nodes outside the loop, each once, in an order that follows from that of the `named` values."""
     done, pending = {loop}, list(named)
     for value in pending:
         for index in (graph.producers.get(value), *graph.consumers.get(value, ())):
@@ -80,7 +81,7 @@ def _reached(graph: Graph, loop: int, named: Iterable[int]) -> Iterator[int]:
 
 
 def _with_makers(graph: Graph, index: int | None, done: set[int]) -> Iterator[int]:
-    """A node after the makers of what it reads, in the order of its operands, without those that are done."""
+    """A node after the nodes that make its operands, in the operands' order, without those that are done."""
     stack = [] if index is None or index in done else [index]
     while stack:
         makers = [graph.producers.get(value) for value in graph.nodes[stack[-1]].inputs]

@@ -1,8 +1,8 @@
-"""The search over stages of a step as it is written, and with less kept for the backward pass.
+"""The search over stages of a step as it is written, then with less kept for the backward pass.
 
-Stages keep what several microbatches in flight need. Where memory is short, to compute some of it again allows fewer
-stages, or larger microbatches; where layers are loops it may be faster in any case, as these write what they keep into
-stacks.
+Stages keep activations of several microbatches in flight. Where memory is short, recomputing some of them allows fewer
+stages, or larger microbatches. Where layers are loops it may be faster in any case, since loops write what they keep
+into stacked arrays.
 
 Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198).
 """
@@ -22,23 +22,31 @@ from passes.step import Step
 from passes.transforms import Kept
 
 LESS_KEPT: tuple[Kept, ...] = ("matmuls", "inputs")
-"""What layers keep in the variants that are searched after the step as it is written, the second only where nothing
-fits in the first: all of the forward pass again is a quarter more work, which larger microbatches hardly make up for
-(GPT 1.3B, batch 256, 4x8:v100-16g: 2.93 s a step as it is written, 2.66 with `matmuls` kept, 2.82 with `inputs`)."""
+"""What layers keep in the variants that are searched after the step as it is written.
+
+The second is searched only where nothing fits in the first: recomputing all of the forward pass is a quarter more work,
+which larger microbatches hardly make up for (GPT 1.3B, batch 256, 4x8:v100-16g: 2.93 s a step as it is written, 2.66
+with `matmuls` kept, 2.82 with `inputs`).
+"""
 
 WORTH = 0.75
-"""Less kept is searched where what memory refuses may take less than this share of the best plan, chosen: bounds leave
-out waiting and most of what is sent, and what is computed again takes its time. GPT 1.3B, as above, may take 0.62, and
-less kept gains 9 %; Wide-ResNet 13B (batch 1,536, 8x8:v100-16g) 0.81, and 3.5 times the planning found nothing."""
+"""The share of the best plan's seconds below which the drafts refused for their bytes must be, by their bounds, for
+less kept to be searched; chosen.
+
+Bounds leave out waiting and most of what is sent, and recomputation takes time. For GPT 1.3B, as above, the share is
+0.62, and less kept gains 9 %; for Wide-ResNet 13B (batch 1,536, 8x8:v100-16g) it is 0.81, and 3.5 times the planning
+found nothing.
+"""
 
 Samples = dict[int, Sample]
 
 
 @dataclass(slots=True, kw_only=True)
 class StagedVariants:
-    """The searches over stages of a `step` in its variants, of which there are `samples` for so many `stages`.
+    """The searches over stages of a `step` and its variants with less kept; `samples` are those for `stages` stages.
 
-    `begin` makes the search of one, given `step`, `samples` and a `context`, whose cutoff its plans must stay below.
+    `begin(step=, samples=, context=)` makes the search of one variant, whose plans must stay below the cutoff of the
+    `context`.
     """
 
     step: Step
@@ -51,7 +59,7 @@ class StagedVariants:
     def run(self, cutoff: float) -> PipelinePlan | None:
         """The cheapest plan in stages that takes less than `cutoff` seconds and keeps the limit; None if there is none.
 
-        A step that computes again by the user's own `jax.checkpoint` is searched as it is.
+        A step with recomputation of its own, by the user's `jax.checkpoint`, is searched as it is.
         """
         best: PipelinePlan | None = None
         for step, samples in self._variants():
@@ -73,7 +81,7 @@ class StagedVariants:
         return best
 
     def _variants(self) -> Iterator[tuple[Step, Samples]]:
-        """The step as it is written, then with less kept, each with its samples."""
+        """The step as it is written, then each variant with less kept, with their samples."""
         yield self.step, self.samples
         for kept in LESS_KEPT if self.step.layers and not _recomputes(self.step.graph) else ():
             step = self.step.keeping(kept)
@@ -82,20 +90,20 @@ class StagedVariants:
 
     @property
     def met(self) -> list[Alternative]:
-        """The drafts and plans beside the best, with what they take."""
+        """The drafts and plans that were not taken, with their seconds and bytes."""
         return [alternative for search in self.searches for alternative in search.met]
 
     @property
     def least_memory_plan(self) -> PipelinePlan | None:
-        """The plan that needs least of those that do not keep the limit."""
+        """The plan of least memory of those that do not fit; None if there is none."""
         plans = [search.least_memory_plan for search in self.searches if search.least_memory_plan is not None]
         return min(plans, key=lambda plan: plan.peak_nbytes, default=None)
 
     def rivals(self, seconds: float) -> bool:
-        """Whether the step without stages may take hardly longer than that by its prices."""
+        """Whether the step without stages, by its price, may take hardly longer than these seconds."""
         return self.searches[0].drafting.rivals(seconds)
 
 
 def _recomputes(graph: Graph) -> bool:
-    """Whether a program computes something again that it did not keep."""
+    """Whether a program recomputes what its forward pass did not keep."""
     return any(node.is_recomputed or any(map(_recomputes, node.subgraphs)) for node in graph.nodes)

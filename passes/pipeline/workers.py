@@ -1,8 +1,8 @@
 """Worker processes that share work: each has a copy of one object, whose methods are called with other arguments.
 
-The caller works too, so nothing waits for a process to start, and what is found does not depend on who found it.
-Processes are fresh interpreters that import nothing of the caller's script and nothing of JAX; they end with the pool,
-or when the caller does.
+The caller works too, so nothing waits for a process to start, and results do not depend on who computes them. Processes
+are fresh interpreters that import nothing of the caller's script and nothing of JAX; they end with the pool, or when
+the caller does.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from types import TracebackType
 from typing import IO, Any, Self, cast
 
 _GOODBYE_SECONDS = 2.0
-"""A process that is told to end has so long, of the wall clock, until it is killed: no plan waits for it."""
+"""Seconds that a process has to end before it is killed."""
 
 _MOST = 8
-"""More processes than this are not started, however many processors there are: each holds a copy of the program, and
-what they find does not depend on how many they are. `python -m benchmarks.planning cases` shows memory and time."""
+"""The most processes, however many processors there are: each holds a copy of the program, and results do not depend on
+their number. `python -m benchmarks.planning cases` shows memory and time.
+"""
 
 Task = tuple[Any, ...]
 
@@ -38,10 +39,10 @@ def processors() -> int:
 
 
 class WorkerPool:
-    """Copies of a `served` object in processes of their own, as many as there are processors, the caller's among them.
+    """Copies of a `served` object in worker processes: one for each further processor that the caller may use.
 
-    They start when `call` first has enough to share, unless there is one processor; `with` ends them. Where the system
-    allows fewer processes, there are fewer.
+    They start when `call` first has more than one task; `with` ends them. Where the system allows fewer processes,
+    there are fewer.
     """
 
     def __init__(self, served: object, count: int | None = None) -> None:
@@ -50,7 +51,7 @@ class WorkerPool:
         self.workers: list[_Worker] = []
 
     def call(self, method: str, tasks: Sequence[Task]) -> list[Any]:
-        """`served.method(*task)` of every task, in order. Raises what the first failing one raised."""
+        """`served.method(*task)` for every task, in order. Raises the error of the first task that failed."""
         if len(tasks) > 1 and not self.workers:
             self._start()
         job = _Job(method, tasks)
@@ -79,7 +80,7 @@ class WorkerPool:
 
 
 class _Job:
-    """The tasks of one call of a pool, and the results that there are so far."""
+    """The tasks of one call of a pool, and the results so far."""
 
     def __init__(self, method: str, tasks: Sequence[Task]) -> None:
         self.method, self.tasks = method, tasks
@@ -88,7 +89,7 @@ class _Job:
         self.news = threading.Condition()
 
     def take_all(self) -> Iterator[int]:
-        """The tasks that nobody has taken yet, in order; what a worker gives back comes again."""
+        """The numbers of the tasks that nobody has taken yet, in order; a task that a worker gives back comes again."""
         while True:
             with self.news:
                 while not self.waiting and len(self.outcomes) < len(self.tasks):
@@ -122,7 +123,7 @@ class _Job:
 
 
 class _Worker:
-    """One process, and the thread that talks to it."""
+    """One worker process, and the thread that talks to it."""
 
     def __init__(self, served: object) -> None:
         root = str(Path(__file__).parents[2])
@@ -140,7 +141,7 @@ class _Worker:
             raise
 
     def join(self, job: _Job) -> None:
-        """Takes part in a job, as long as there are tasks of it."""
+        """Takes part in a job as long as it has tasks."""
         with self.news:
             self.jobs.append(job)
             self.news.notify()
@@ -163,7 +164,7 @@ class _Worker:
                 cast("IO[bytes]", stream).close()
 
     def _talk(self) -> None:
-        """Sends one task after the other to the process; what it has goes back if the process is gone."""
+        """Sends one task after the other to the process; if the process is gone, its task is given back."""
         calls, answers = self.process.stdin, self.process.stdout
         assert calls is not None
         assert answers is not None
@@ -181,7 +182,7 @@ class _Worker:
                 job.give_back(number)
 
     def _job(self) -> _Job | None:
-        """The latest job that there is; None at the end."""
+        """The latest job; None at the end."""
         with self.news:
             while not self.jobs and not self.ended:
                 self.news.wait()
@@ -198,7 +199,7 @@ def _send(stream: IO[bytes], message: object) -> None:
 
 
 def _tried(served: object, method: str, task: Task) -> tuple[bool, Any]:
-    """True and the error of a call that failed, or False and what it returned."""
+    """(True, error) of a call that failed, or (False, result)."""
     try:
         return False, getattr(served, method)(*task)
     except Exception as error:
@@ -206,7 +207,9 @@ def _tried(served: object, method: str, task: Task) -> tuple[bool, Any]:
 
 
 def serve() -> None:
-    """Runs a worker: it takes the object, then calls of it until the caller has no more. Ctrl-C is left to that."""
+    """Runs a worker process: it receives the object, then calls of it, until the caller ends. Ctrl-C is left to the
+    caller.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with _channel() as (calls, answers), suppress(EOFError, BrokenPipeError):
         served = pickle.load(calls)
@@ -218,7 +221,7 @@ def serve() -> None:
 
 @contextmanager
 def _channel() -> Generator[tuple[IO[bytes], IO[bytes]]]:
-    """The streams that calls come from and answers go to; what a solver prints goes to where errors do."""
+    """The streams of calls and answers; whatever else is written to stdout, as by a solver, goes to stderr."""
     with os.fdopen(os.dup(0), "rb") as calls, os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         yield calls, answers

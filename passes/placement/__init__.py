@@ -1,5 +1,5 @@
-"""Placements of all values of a program: the reshardings that they imply, in order, and the operators that are placed
-together.
+"""Placements of all values of a program: operators that are placed together, and the reshardings that
+placements imply.
 """
 
 from passes.placement.background import Background, products

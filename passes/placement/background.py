@@ -1,12 +1,12 @@
-"""The reshardings that a compiler may run behind computing, since nothing that is computed beside them waits for them.
+"""The reshardings that a compiler may hide behind computing, since nothing that is computed meanwhile waits for them.
 
-A weight is there before the step begins, so it can be gathered ahead of its use (ZeRO-3); the gradient of a weight is
-next read by the update, so it can be reduced while the backward pass goes on, and with it a loss, which is handed back
-and read by nobody. Activations and their gradients are waited for. What a loop sums up is there when it ends;
-after one over microbatches nothing is left to reduce it behind.
+A weight is there before the step begins, so it can be gathered ahead of its use (ZeRO-3). The gradient of a weight is
+read by the update alone, so it can be reduced during the backward pass; so can a loss that is only returned.
+Activations and their gradients are waited for. Sums of a loop are there when it ends, and after one over microbatches
+no computing is left to hide their reduction.
 
-No more is hidden than the products take that are computed beside it: on a slow network most of ZeRO-3 is waited for.
-Nothing hides what is read before the first product, as the table of an embedding, or made by the last.
+No more is hidden than the products take that are computed meanwhile: on a slow network most of ZeRO-3 is waited for.
+Nothing hides what is read before the first product, such as the table of an embedding, or what the last product makes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from passes.sharding import PACKED_NBYTES, Behind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Background:
-    """The values of a graph that are resharded behind computing: `arguments`, or made of one alone and as large, and
-    those that neither pass waits for, which are `unawaited`, unless a loop or branch hands them on.
+    """The values of a graph that are resharded behind computing: arguments, and values that neither pass waits for.
 
-    `weight` and `gradient` are what each of these is hidden behind, after the node `first` and before the node `last`,
-    which have products.
+    `arguments` has inputs and values of equal size made of one alone; values in `unawaited` do not count where a loop
+    or branch hands them on. `weight` and `gradient` are the computing that hides each of the two kinds, after the node
+    `first` and before the node `last`, which have products.
     """
 
     graph: Graph
@@ -40,7 +40,7 @@ class Background:
 
     @classmethod
     def of(cls, graph: Graph) -> Self:
-        """The background of a whole program. Found once for a graph."""
+        """The background of a whole program, cached on its graph."""
         rules = rules_of(graph)
         known = cast("tuple[object, Self] | None", graph.memo.get(cls))
         if known is None or known[0] is not rules:
@@ -78,8 +78,10 @@ class Background:
         )
 
     def inside(self, index: int, control: Control) -> tuple[Self, ...]:
-        """The background of each body of a loop or branch: what does not change from one iteration to the next, and
-        slices of what was there before, as of weights; slices of what nobody waits for, as gradients of weights.
+        """The background of each body of a loop or branch.
+
+        Behind computing are values that do not change from one iteration to the next; slices of arrays that were there
+        before, such as weights; and slices of results that nobody waits for, such as gradients of weights.
         """
         node = self.graph.nodes[index]
         ports = {
@@ -101,9 +103,9 @@ class Background:
         )
 
     def behind(self, value: int) -> Behind | None:
-        """The computing that a value's resharding is hidden behind; None where something waits for the value.
+        """The computing that hides a value's resharding; None where something waits for the value.
 
-        Gradients are sent together, and a weight by itself, as others are read at other times.
+        Gradients are sent together, weights one by one, as they are read at different times.
         """
         if value in self.arguments:
             readers = self.graph.consumers.get(value, ())
@@ -114,12 +116,14 @@ class Background:
 
 
 def _ends_with(graph: Graph, index: int, last: int) -> bool:
-    """Whether a node is a loop or branch that no product comes after."""
+    """Whether a node is a loop or branch after which no product comes."""
     return bool(graph.nodes[index].subgraphs) and index >= last
 
 
 def products(graph: Graph, *, with_recomputed: bool = True) -> dict[str, float]:
-    """The flops of a graph's products on all devices, by the dtype of what they multiply; of a branch, its share."""
+    """The flops of a graph's products on all devices, by the dtype of what they multiply; a branch counts with its
+    share.
+    """
     return _total(_products_by_node(graph, with_recomputed=with_recomputed))
 
 
@@ -132,7 +136,7 @@ def _total(by_node: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _products_by_node(graph: Graph, *, with_recomputed: bool = True) -> list[defaultdict[str, float]]:
-    """The flops of each node's products, as `products` has those of all."""
+    """The flops of each node's products, counted as `products` does."""
     flops = [defaultdict[str, float](float) for _ in graph.nodes]
     for node, rule, inside in zip(graph.nodes, rules_of(graph), flops, strict=True):
         if node.is_recomputed and not with_recomputed:
@@ -147,16 +151,16 @@ def _products_by_node(graph: Graph, *, with_recomputed: bool = True) -> list[def
 
 
 def _is_for_updates(graph: Graph, value: int) -> bool:
-    """Whether updates alone read a value, as they do an optimizer's state and, of casts of a gradient, the last."""
+    """Whether updates alone read a value: an optimizer's state, or the last of several casts of a gradient."""
     return all(phase(graph.nodes[reader]) == "apply" for reader in graph.consumers.get(value, ()))
 
 
 def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
-    """The values of both passes that neither waits for: updates alone read them, or they leave, as a loss does, or
-    casts and sums of their size read them of which that holds.
+    """The values that neither pass waits for: updates alone read them, or they are returned, as a loss is.
 
-    What a body of a loop makes in the forward pass as well, as a microbatch does, is added up and reduced once after
-    it: nothing of it is, unless it leaves.
+    So are values of which only casts and sums of equal size are read that nobody waits for. Values that a loop's body
+    makes in the forward pass as well, as a microbatch does, are summed and reduced once after the loop, and count only
+    if they are returned.
     """
     unawaited, outgoing = set[int](), frozenset(leaving)
     within = not leaving and any(phase(node) == "forward" for node in graph.nodes)
@@ -175,7 +179,7 @@ def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
 
 
 def _hands_on(graph: Graph, value: int, reader: int, unawaited: set[int]) -> bool:
-    """Whether a small operator of a value's size makes of it what nobody waits for."""
+    """Whether a small operator makes of a value, at equal size, one that nobody waits for."""
     node = graph.nodes[reader]
     if node.subgraphs or not unawaited.issuperset(node.outputs):
         return False
@@ -184,7 +188,7 @@ def _hands_on(graph: Graph, value: int, reader: int, unawaited: set[int]) -> boo
 
 
 def derived(graph: Graph, values: Collection[int], phases: Collection[Phase] = ("forward", "apply")) -> frozenset[int]:
-    """The values, and those of equal size that these phases derive from one of them alone, such as a cast."""
+    """These values, and values of equal size that nodes of these phases make of one of them alone, such as a cast."""
     known = set(values)
     for node in graph.nodes:
         arrays = [v for v in node.inputs if v not in graph.literals]

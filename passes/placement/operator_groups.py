@@ -1,10 +1,9 @@
-"""Operator groups of operators that are placed together: each heavy operator alone, light operators with the value that
-they follow.
+"""Groups of operators that are placed together: each heavy operator alone, light operators with the value that they
+follow.
 
 XLA fuses elementwise operators, reductions and reshapes into their neighbours, and a plan that reshards between them
 gains nothing, so one choice covers them all. Inside an operator group, dimensions that the members' rules identify form
-one *class*; a strategy gives every mesh axis one class, or none, or lets the operator group's values stay partial over
-it.
+one *class*; a strategy gives every mesh axis one class, or none, or lets the group's values stay partial over it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class OperatorGroup:
     origins: dict[int, tuple[int, int] | None] = field(default_factory=dict)
 
     def find(self, cls: int) -> int:
-        """The representative of a class."""
+        """The class that stands for this one now."""
         while cls >= 0 and self.parents[cls] != cls:
             cls = self.parents[cls]
         return cls
@@ -56,7 +55,7 @@ class OperatorGroup:
         return len(self.parents) - 1
 
     def unite(self, a: int, b: int) -> bool:
-        """Whether two classes are one after uniting them, which fails where some value or operator has both."""
+        """Whether two classes are one afterwards; not if some value or operator has both."""
         a, b = self.find(a), self.find(b)
         if a == b:
             return True
@@ -90,9 +89,9 @@ class OperatorGroup:
         return list(dict.fromkeys(cls for classes in self.factor_classes.values() for cls in classes if cls >= 0))
 
     def join(self, index: int, graph: Graph, rule: ShardingRule, roots: Mapping[int, int]) -> None:
-        """Adds a node; its dimensions take the classes of the operands that the operator group already holds.
+        """Adds a node; its dimensions take the classes of the operands that the operator group already has.
 
-        `roots` says of what passed a barrier what it was before: both are one array, and have one set of classes.
+        `roots` maps values behind a barrier to those before it: both are one array, and have one set of classes.
         """
         node = graph.nodes[index]
         reads = [roots.get(value, value) for value in node.inputs]
@@ -123,12 +122,12 @@ class OperatorGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grouping:
-    """The operator groups of a graph; `home[v]` is the operator group that writes or absorbs value v; `roots` sees
-    through aliases.
+    """The operator groups of a graph; `home[v]` is the group that writes or absorbs value v, and `roots` sees through
+    aliases.
 
-    `rules` are the nodes' sharding rules; `loose` are graph inputs that several operators read: each is decided alone.
-    `controls` are the loops and branches by node, no members of any operator group, and `bodies` the groupings of their
-    bodies.
+    `rules` are the nodes' sharding rules. `loose` are graph inputs that several operators read, whose placements are
+    nodes of their own. `controls` are the loops and branches by node, which belong to no group, and `bodies` the
+    groupings of their bodies.
     """
 
     operator_groups: tuple[OperatorGroup, ...]
@@ -141,7 +140,7 @@ class Grouping:
     bodies: Mapping[int, tuple[Grouping, ...]]
 
     def operator_group_of(self, node: Node) -> int | None:
-        """The operator group that writes the results of a node; None without results in an operator group."""
+        """The operator group that writes the results of a node; None if no group does."""
         return self.home.get(node.outputs[0]) if node.outputs else None
 
 
@@ -235,8 +234,10 @@ class _Grouper:
                     operator_group.meet(ours, source, (number, source.find(theirs)), leads=d == 0)
 
     def _host(self, index: int, when: Phase) -> int | None:
-        """The operator group that a light node joins: that of its largest operand, in its own phase; of equals the
-        latest, and no mask that is repeated: the scores of several layers are behind the same one.
+        """The operator group that a light node joins: that of its largest operand in its own phase; of equals the
+        latest.
+
+        A mask that is repeated does not count: the scores of several layers would follow the same one.
         """
         graph, node = self.graph, self.graph.nodes[index]
         producers, literals, roots = graph.producers, graph.literals, self.roots
@@ -277,7 +278,7 @@ class _Grouper:
         return any(not self.rules[r].light and phase(nodes[r]) == operator_group.phase for r in readers)
 
     def _adds(self, index: int, operands: Sequence[int], when: Phase) -> bool:
-        """Whether a node adds up results of heavy operators of its own phase, in whatever order, or sums of those."""
+        """Whether a node adds results of heavy operators of its own phase, or sums of those."""
         if not self.rules[index].adds:
             return False
         numbers = [self.home.get(self._as_made(value)) for value in operands]
@@ -285,7 +286,7 @@ class _Grouper:
         return all(source and source.phase == when and (source.adds or not source.light) for source in sources)
 
     def _as_made(self, value: int) -> int:
-        """The value before it was put in another order, as the gradient of a weight that is read transposed."""
+        """The value before its dimensions were permuted, as those of the gradient of a transposed weight are."""
         while (maker := self.graph.producers.get(value)) is not None and self.rules[maker].permutes:
             (read,) = self.graph.nodes[maker].inputs
             value = self.roots.get(read, read)
@@ -346,8 +347,9 @@ class _Grouper:
 
 
 def _is_of_others(value: int, operands: Sequence[int], operator_group: OperatorGroup, graph: Graph) -> bool:
-    """Whether a value, read beside a larger input of the graph, has been read beside other larger values in its own
-    group, as a scale that two batches share: what is made of each lies as its own rows do.
+    """Whether a value, read beside a larger graph input, was read beside other larger values in its own group.
+
+    Such is a scale that two batches share: what is made of each is placed as its own rows are.
     """
     size, sizes = graph.types[value].size, {v: graph.types[v].size for v in operands if v not in graph.producers}
     known = operator_group.value_classes
@@ -357,10 +359,10 @@ def _is_of_others(value: int, operands: Sequence[int], operator_group: OperatorG
 
 @without_gc()
 def group(graph: Graph, *, inside: bool = False) -> Grouping:
-    """The operator groups of a graph, in order of their first member; `inside` a loop or branch no operator group
-    absorbs an input.
+    """The operator groups of a graph, in order of their first member, cached on the graph.
 
-    Light operators join the group of their largest, latest operand. Found once for a graph.
+    Light operators join the group of their largest, latest operand. `inside` a loop or branch no group absorbs an
+    input.
     """
     rules = rules_of(graph)
     known = cast("tuple[object, Grouping] | None", graph.memo.get((group, inside)))

@@ -20,7 +20,7 @@ from passes.sharding import ANY, Behind, ShardingSpec, Step, replicated
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The placements that one node needs its operands in and gives its results in, with the layouts of its bodies."""
+    """The placements of one node's operands and results, with the layouts of its bodies."""
 
     operands: tuple[ShardingSpec, ...]
     results: tuple[ShardingSpec, ...]
@@ -68,10 +68,9 @@ def shared(layout: Layout) -> Layout:
 class Resharding:
     """A resharding of `value` from `before` to `after` by `steps`, just before the first node that needs it.
 
-    `before` is where the value is made or, of one that is made partial, where it was reduced to.
-
-    `after_value` is a value that must exist before the move starts: it keeps a weight gathered for the backward pass
-    from being gathered early, in the forward pass (ZeRO-3's second gather).
+    `before` is the placement in which the value is made or, if it is made partial, the one it was reduced to.
+    `after_value` must exist before the resharding starts: it keeps a weight that is gathered again for the backward
+    pass from being gathered early, in the forward pass (ZeRO-3's second gather).
     """
 
     value: int
@@ -84,13 +83,13 @@ class Resharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Reductions by the same steps, of values of these `types` and one dtype, which a program makes as one."""
+    """Reductions by the same steps, of values of these `types` and of one dtype, which a program runs as one."""
 
     reductions: tuple[Resharding, ...]
     types: tuple[TensorType, ...]
 
     def nbytes(self, mesh: Mesh) -> int:
-        """Bytes of one device's array in which all lie side by side."""
+        """Bytes of one device's array in which all of them lie side by side."""
         pairs = zip(self.reductions, self.types, strict=True)
         return sum(reduction.after.local_nbytes(type, mesh) for reduction, type in pairs)
 
@@ -102,21 +101,20 @@ def is_free(graph: Graph, node: int) -> bool:
 
 
 def weights(graph: Graph) -> frozenset[int]:
-    """The graph's inputs, and values of equal size that the forward pass derives from one of them alone, such as a
-    cast.
+    """The graph's inputs, and values of equal size that the forward pass makes of one of them alone, such as a cast.
 
-    The backward pass may bring them anew.
+    The backward pass may gather them again.
     """
     return derived(graph, graph.inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardingPlan:
-    """The reshardings `before` each node [nodes + 1], last those of outputs; `bodies` has those of loops, by node.
+    """The reshardings `before` each node [nodes + 1], the last ones those of outputs; `bodies` has those of loops, by
+    node.
 
-    Values that are computed twice move once: `same` has the one that moves for each that does not. `packs` has those of
-    `before` that a program makes as one all-reduce, of an array in which they lie side by side, by the node that reads
-    the first of them.
+    Values that are computed twice are resharded once: `same` maps each to the one that is. `packs` has the reductions
+    of `before` that a program runs as one all-reduce, by the node that reads the first of them.
     """
 
     before: tuple[tuple[Resharding, ...], ...]
@@ -126,7 +124,7 @@ class ReshardingPlan:
 
 
 class Steps(Protocol):
-    """The protocol of a source of steps from one placement of a value to another."""
+    """A source of the steps from one placement of a value to another."""
 
     def steps(self, type: TensorType, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]: ...
 
@@ -140,9 +138,10 @@ def resharding_plan(graph: Graph, layout: Layout, resharder: Steps, *, regather:
 
 
 class _Moving:
-    """The placements of values while nodes run: at `home`, or open for those that are `free`; `done` are moves made.
+    """The placements of values while nodes run: at `home`, or open for those that are `free`; `done` has the
+    reshardings made.
 
-    Of values that are partial at home, `reduced` says where the first reduction left them: there is no second.
+    For values that are partial at home, `reduced` is the placement after their first reduction: there is no second.
     """
 
     def __init__(self, graph: Graph, layout: Layout, resharder: Steps, regather: bool) -> None:
@@ -188,7 +187,7 @@ class _Moving:
         return ReshardingPlan(before=tuple(before), bodies=bodies, same=self.same, packs=self._packs(before))
 
     def _packs(self, before: Sequence[Sequence[Resharding]]) -> dict[int, tuple[Pack, ...]]:
-        """The packs of reductions, by the node that reads the first: all that they reduce is made before that."""
+        """The packs of reductions, by the node that reads the first: all that they reduce exists before that."""
         graph, gathered = self.graph, dict[object, list[tuple[int, list[Resharding]]]]()
         for index, moves in enumerate(before):
             for move in moves:
@@ -209,9 +208,9 @@ class _Moving:
         return by_node
 
     def _recognise(self, node: Node, placement: Placement | None) -> None:
-        """Records a node that repeats an earlier one, free or in the same placement, which XLA computes only once.
+        """Records that a node repeats an earlier one, free or in the same placement, which XLA computes only once.
 
-        Equal parameters and placements are the same objects in almost every graph, so it is those that are compared.
+        Parameters and placements are compared by identity: equal ones are the same objects in almost every graph.
         """
         operands = tuple([self.same.get(value, value) for value in node.inputs])
         key = (node.primitive, id(node.params), id(placement), operands)
@@ -244,8 +243,9 @@ class _Moving:
 
 
 def _by_row(node: Node, placement: Placement, bodies: Sequence[ReshardingPlan]) -> tuple[ReshardingPlan, ...]:
-    """The reshardings in the bodies of a loop, in which devices that have rows of their own and share nothing else do
-    not tell each other whether any goes on: each runs until its own have ended.
+    """The reshardings in the bodies of a loop of which each device runs its own rows until these have ended.
+
+    Devices that share nothing else in the loop need not tell each other whether any row goes on.
     """
     *_, inside = placement.bodies
     tests = [move for move in bodies[-1].before[-1] if move.before.partial and move.before.reduction == ANY]
@@ -264,7 +264,7 @@ def _by_row(node: Node, placement: Placement, bodies: Sequence[ReshardingPlan]) 
 
 
 def _runs_together(graph: Graph) -> bool:
-    """Whether some node sends by itself, or is run by one device for all."""
+    """Whether some node communicates by itself, or is run by one device for all."""
     is_so = any(rule.pinned or rule.once for rule in rules_of(graph))
     return is_so or any(_runs_together(body) for node in graph.nodes for body in node.subgraphs)
 
@@ -280,8 +280,8 @@ def _moves(plan: ReshardingPlan) -> Iterator[Resharding]:
 class Occurrence:
     """One occurrence of a resharding: of a value of `type`, before the node of that `scope` at the source line `where`.
 
-    It is made `trips` times a step, each time with probability `share`, in the node's `phase`, and `behind`
-    computing as `Background.behind` says; with the others of a `pack`, if it is in one.
+    It runs `trips` times a step, each time with probability `share`, in the node's `phase`, hidden `behind` computing
+    as `Background.behind` says; if it is in a `pack`, with the others of that.
     """
 
     move: Resharding
@@ -305,7 +305,7 @@ def occurrences(
     end_scope: str = "",
     background: Background | None = None,
 ) -> Iterator[Occurrence]:
-    """Every occurrence of a resharding, in loops and branches too; `end` and its scope are where outputs leave."""
+    """Every occurrence of a resharding, those in loops and branches included; `end` is the source line of outputs."""
     background = background or Background.of(graph)
     packed = {id(move): pack for packs in reshardings.packs.values() for pack in packs for move in pack.reductions}
     for index, moves_before in enumerate(reshardings.before):
@@ -335,8 +335,9 @@ def occurrences(
 
 
 def collectives(graph: Graph, reshardings: ReshardingPlan, mesh: Mesh) -> tuple[Collective, ...]:
-    """Every collective of the reshardings, equal ones of one source line counted together, loops included; a pack is
-    one, of the line that reads the first of it.
+    """The collectives of the reshardings; equal ones of one source line are counted together, loops included.
+
+    A pack is one collective, of the line that reads the first of it.
     """
     counted: dict[tuple[Kind, tuple[str, ...], str, int, str], int] = {}
     for occurrence in occurrences(graph, reshardings):

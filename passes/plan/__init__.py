@@ -1,5 +1,5 @@
-"""Plans as values: what was chosen for one mesh or for the stages of a pipeline, as text, JSON and a difference, and
-whether it is legal.
+"""Plans as values: all that was chosen for one mesh or for the stages of a pipeline, as text, as JSON, compared and
+checked.
 """
 
 from passes.plan import json, text

@@ -1,4 +1,4 @@
-"""The account of how a plan was found, and of what each layer costs in it, as JSON and back."""
+"""The records of how a plan was found, and of what each layer costs, as JSON and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from passes.plan.parts import Alternative, LayerCost, Solution
 
 
 def solution_to_json(solution: Solution) -> dict[str, object]:
-    """The record of how the plan was found; seconds in the names, as in the file."""
+    """The record of how the plan was found, as JSON; field names say that numbers are seconds."""
     return {
         "planner": solution.planner,
         "status": solution.status,
@@ -22,7 +22,7 @@ def solution_to_json(solution: Solution) -> dict[str, object]:
 
 
 def solution_from_json(data: Fields) -> Solution:
-    """The record of how the plan was found."""
+    """The record of how the plan was found, from JSON."""
     phases = data.object("phase_seconds")
     return Solution(
         planner=data.text("planner"),
@@ -35,7 +35,7 @@ def solution_from_json(data: Fields) -> Solution:
 
 
 def alternatives_to_json(alternatives: Sequence[Alternative]) -> dict[str, object]:
-    """The field of what was met and not taken; none where there is nothing."""
+    """The field of alternatives that were met and not taken; empty if there are none."""
     entries = [
         {
             "name": alternative.name,
@@ -49,7 +49,7 @@ def alternatives_to_json(alternatives: Sequence[Alternative]) -> dict[str, objec
 
 
 def alternatives_from_json(data: Fields) -> tuple[Alternative, ...]:
-    """The alternatives that were met and not taken; none of a file without the field."""
+    """The alternatives that were met and not taken; empty for a file without the field."""
     entries = data.list("alternatives") if "alternatives" in data.data else ()
     fields = [as_object(entry, data.place(f"alternatives[{i}]")) for i, entry in enumerate(entries)]
     return tuple(

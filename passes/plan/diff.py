@@ -1,4 +1,4 @@
-"""The differences between two plans: words, seconds, bytes, collectives, inputs and operators."""
+"""The differences between two plans: facts, seconds, bytes, collectives, inputs and operators."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from passes.sharding import ShardingSpec
 from passes.text import Column, Table, quantities
 
 GROUPS = 20
-"""The groups of operators that the text form spells out, largest first."""
+"""The most groups of operators that the text form lists, largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A thing that differs in words; `where` is its source line, if it has one."""
+    """Something that differs, as text in both plans; `where` is its source line, if it has one."""
 
     name: str
     before: str
@@ -28,7 +28,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """A number in both plans, equal or not; 0 in a plan that lacks it."""
+    """A number in both plans, whether equal or not; 0 in a plan that lacks it."""
 
     name: str
     before: float
@@ -39,8 +39,8 @@ class Amount:
 class PlanDiff:
     """All differences between two plans; empty where there are none.
 
-    `seconds` and `nbytes` list every cause when any differs; `tensors` and `sent_nbytes`, one for one, only the
-    collectives (kind and axes) that differ. `operators` is empty where the programs differ, which `aligned` tells.
+    `seconds` and `nbytes` list every cause if any differs; `tensors` and `sent_nbytes`, in parallel, only the
+    collectives (kind and axes) that differ. `operators` is empty where the programs differ, as `aligned` says.
     """
 
     words: tuple[Change, ...]
@@ -89,7 +89,7 @@ def changes(pairs: Mapping[str, tuple[str, str]]) -> tuple[Change, ...]:
 
 
 def amounts(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[Amount, ...]:
-    """The numbers of every cause in either plan, or nothing where all agree."""
+    """The numbers of every cause in either plan; empty where all are equal."""
     if before == after:
         return ()
     names = dict.fromkeys((*before, *after))

@@ -1,4 +1,4 @@
-"""The figures by which training runs are compared, as a plan promises them: utilization, throughput, days and cost."""
+"""The figures by which training runs are compared, as a plan predicts them: utilization, throughput, days and cost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ DAY_SECONDS, DAY_HOURS = 86400.0, 24.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The figures that a plan promises of one step on all its `devices`.
+    """The figures that a plan predicts for one step on all its `devices`.
 
-    `flops` are the model's, of all devices: its matrix products and convolutions without what is computed again, most
-    of them in `dtype`, of which one device computes `peak_flops_per_second` at most by its data sheet. `bubble` is the
-    share of all device seconds in which a stage waits for another; of p equal stages and m microbatches under GPipe or
-    1F1B it is (p - 1) / (m + p - 1). `exposed_seconds` are those by which the step would be shorter if collectives and
-    transfers took no time: what of them is not hidden behind computing. It is None, and `flops` are 0, for a plan of an
-    earlier autopar, which does not say.
+    `flops` are the model's on all devices: its matrix products and convolutions without recomputation, most of them in
+    `dtype`, of which one device computes at most `peak_flops_per_second` by its data sheet. `bubble` is the share of
+    all device seconds in which a stage waits for another; of p equal stages and m microbatches under GPipe or 1F1B it
+    is (p - 1) / (m + p - 1). `exposed_seconds` are those by which the step would be shorter if collectives and
+    transfers took no time: the part that is not hidden behind computing. It is None, and `flops` are 0, for a plan of
+    an earlier autopar that does not have them.
 
     Reference: Chowdhery et al., "PaLM" (2022), appendix B: model flops utilization (MFU). Huang et al., "GPipe"
     (NeurIPS 2019), section 2.3: the bubble as a share of the step; Narayanan et al., "Efficient Large-Scale Language
@@ -43,7 +43,7 @@ class Estimate:
 
     @classmethod
     def of(cls, plan: AnyPlan) -> Self:
-        """The figures that `plan` promises."""
+        """The figures that `plan` predicts."""
         flops = _flops(plan)
         dtype = max(flops, key=flops.__getitem__, default="")
         device = plan.cluster.group().device
@@ -81,9 +81,9 @@ class Estimate:
         return self.exposed_seconds / self.step_seconds
 
     def days(self, tokens: float, tokens_per_step: float) -> float:
-        """Days of steps one after another until so many tokens are seen.
+        """Days of steps, one after another, until that many tokens are processed.
 
-        Reference: Narayanan et al. (SC 2021), section 5.1, with the step as it is predicted.
+        Reference: Narayanan et al. (SC 2021), section 5.1, with the predicted seconds of a step.
         """
         return tokens / tokens_per_step * self.step_seconds / DAY_SECONDS
 
@@ -103,7 +103,7 @@ def _flops(plan: AnyPlan) -> dict[str, float]:
 
 @singledispatch
 def _exposed_seconds(plan: AnyPlan) -> float | None:
-    """Seconds by which a step would be shorter if nothing had to be sent; None for stages that do not say."""
+    """Seconds by which a step would be shorter if nothing had to be sent; None for stages that do not have them."""
     raise InternalError(f"a {type(plan).__name__} has no estimate")
 
 

@@ -104,7 +104,7 @@ class Fields:
     where: str = ""
 
     def of(self, name: str) -> object:
-        """The field. Raises PlanningError where it is missing, as the readers below do for another kind."""
+        """The field of that name. Raises PlanningError if it is missing, as the readers below do for another kind."""
         if name not in self.data:
             raise PlanningError(
                 f"{self.where or 'the plan'} has no field {name!r}; it was cut short or edited. "
@@ -180,7 +180,7 @@ def as_float(value: object, where: str) -> float:
 
 
 def number(value: float) -> float | str:
-    """A float as JSON can hold it: as text where it is not finite."""
+    """A float as JSON can hold it: as text if it is not finite."""
     return value if math.isfinite(value) else repr(float(value))
 
 
@@ -201,7 +201,7 @@ def mesh_to_json(mesh: Mesh) -> dict[str, object]:
 def mesh_from_json(axes: Fields, cluster: Cluster) -> Mesh:
     """The mesh that `{axis: size}` describes, with a list of `forbidden` kinds of collectives if there are any.
 
-    Raises PlanningError for axes that cannot be, or too few devices.
+    Raises PlanningError for axes that are not valid, or for a cluster of too few devices.
     """
     written = axes.data.get(FORBIDDEN)
     forbidden = tuple(map(str, cast("Sequence[object]", written))) if isinstance(written, list) else ()
@@ -235,7 +235,7 @@ def spec_from_text(written: str, mesh: Mesh, where: str) -> ShardingSpec:
 
 
 def placement_from_text(written: str, mesh: Mesh, where: str) -> Placement:
-    """The placement whose text is `[x, -] [-, y] -> [x, y]`. Raises PlanningError for one that cannot be."""
+    """The placement whose text is `[x, -] [-, y] -> [x, y]`. Raises PlanningError for one that is not valid."""
     operands, arrow, results = written.partition("->")
     if not arrow or _SPEC.sub("", operands + results).strip():
         raise PlanningError(
@@ -257,7 +257,7 @@ def operators_to_json(operators: Sequence[Operator]) -> list[object]:
 
 
 def _operator_to_json(operator: Operator) -> list[object]:
-    """`[primitive, placement]`, a loop or branch with its bodies behind."""
+    """`[primitive, placement]`, for a loop or branch followed by its bodies."""
     bodies = [
         {
             "inputs": [str(spec) for spec in layout.inputs],
@@ -273,7 +273,7 @@ def _operator_to_json(operator: Operator) -> list[object]:
 def operators_from_json(
     entries: Sequence[object], mesh: Mesh, within: str = "", parsed: dict[str, Placement] | None = None
 ) -> tuple[Operator, ...]:
-    """The operators of all runs, in order; placements of one text are read once, `known` has those read before."""
+    """The operators of all runs, in order; `known` caches placements by their text."""
     parsed = {} if parsed is None else parsed
     operators: list[Operator] = []
     for r, entry in enumerate(entries):

@@ -1,6 +1,6 @@
-"""Checks of placements: they fit the types they place, and each operator's is one that its rule allows.
+"""Checks that placements fit the types they place, and that each operator's is one that its rule allows.
 
-A saved plan can be edited by hand, so every complaint says which placement, and what would be legal.
+A saved plan can be edited by hand, so every error says which placement is wrong, and what would be legal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _Use = tuple[str, str, tuple[TensorType, ...], tuple[TensorType, ...], Placement
 def verify_values(
     kind: str, specs: Sequence[ShardingSpec], names: Sequence[str], values: Sequence[int], graph: Graph, mesh: Mesh
 ) -> None:
-    """Raises PlanMismatchError unless every input or output (`kind`) has a spec that fits and is not partial."""
+    """Raises PlanMismatchError unless every input or output (`kind`) has a spec that fits its type and is not
+    partial.
+    """
     if len(specs) != len(values):
         raise PlanMismatchError(f"the plan places {quantities.count(len(specs), kind)}, the function has {len(values)}")
     for i, (spec, value) in enumerate(zip(specs, values, strict=True)):
@@ -38,10 +40,10 @@ def verify_values(
 
 
 def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, within: str = "") -> None:
-    """Raises PlanMismatchError unless every operator is placed as some assignment of mesh axes by its rule places it.
+    """Raises PlanMismatchError unless every operator's placement follows from some assignment of mesh axes by its rule.
 
-    Free operators may be placed in any way, aliases in any way that fits their results, loops and branches so that
-    their bodies find and leave every port in one placement. Of operators that are alike, one is looked at.
+    Free operators may have any placement, aliases any that fits their results; loops and branches must have each port
+    in one placement. Of equal operators, one is checked.
     """
     if len(operators) != len(graph.nodes):
         raise PlanMismatchError(
@@ -75,7 +77,7 @@ def verify_operators(operators: Sequence[Operator], graph: Graph, mesh: Mesh, wi
 
 
 def _verify_alias(placement: Placement, where: str) -> None:
-    """Raises PlanMismatchError unless what is passed through stays where it is."""
+    """Raises PlanMismatchError unless a result that is passed through has the placement of its operand."""
     for i, (before, after) in enumerate(zip(placement.operands, placement.results, strict=True)):
         if before != after:
             raise PlanMismatchError(
@@ -126,14 +128,14 @@ def _verify_control(operator: Operator, control: Control, mesh: Mesh, where: str
 
 
 def placements(rule: ShardingRule, mesh: Mesh) -> frozenset[Placement]:
-    """Every placement that some assignment of mesh axes to factors gives."""
+    """Every placement that follows from some assignment of mesh axes to factors."""
     return frozenset(Placement.of(rule, assignment) for assignment in rule.assignments(mesh))
 
 
 def is_legal(placement: Placement, rule: ShardingRule, mesh: Mesh) -> bool:
-    """Whether `placements(rule, mesh)` holds this one, found without listing them.
+    """Whether `placements(rule, mesh)` has this one, decided without listing them.
 
-    False may be wrong where users pinned the specs.
+    Where users pinned the specs, False may be wrong.
     """
     everywhere = (*rule.operands, *rule.results)
     shown = {factor for factors in everywhere for factor in factors}
@@ -198,7 +200,7 @@ def _verify_spec(spec: ShardingSpec, type: TensorType, mesh: Mesh, where: str) -
 def of_another_program(
     fingerprint: str, n_operators: int, graph: Graph, names: Sequence[str], types: Sequence[TensorType]
 ) -> PlanMismatchError:
-    """The error of a plan, with inputs of these names and types, that was made for another program than `graph`."""
+    """The error for a plan that was made for another program than `graph`, with inputs of these names and types."""
     return PlanMismatchError(
         explain(
             f"plan {fingerprint} of {n_operators} operators and {len(names)} inputs",
@@ -211,7 +213,7 @@ def of_another_program(
 
 
 def first_difference(graph: Graph, names: Sequence[str], types: Sequence[TensorType]) -> str:
-    """The first input whose name or type is not the plan's, in words; empty if all agree."""
+    """The first input whose name or type differs from the plan's, as text; empty if all agree."""
     theirs = zip(graph.input_names, (graph.types[v] for v in graph.inputs), strict=False)
     for (name, type), planned_name, planned in zip(theirs, names, types, strict=False):
         if (name, type) != (planned_name, planned):

@@ -1,4 +1,4 @@
-"""The parts of a plan: how it was found, its operators, its stages, and its account of memory."""
+"""The parts of a plan: how it was found, its operators, the costs of layers, and its report of memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from passes.memory import Holder, Memory
 from passes.placement import Placement
 
 INTERRUPTED = "interrupted"
-"""The status of the best plan of a search that its user ended."""
+"""The status of the best plan of a search that its user interrupted."""
 
 LATE = "time limit"
-"""The status of the best plan of a search that was given seconds which did not do."""
+"""The status of the best plan of a search that ran into its time limit."""
 
 STAGE = "stage"
-"""The mesh axis over which the rows of an array lie whose pieces are on several stages; no mesh of a stage has it."""
+"""The mesh axis over which an array lies whose rows are on several stages; meshes of stages have no axis of
+this name.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that was met on the way and not taken: `why` in words, `seconds` of its step.
+    """A plan that was met and not taken, with the seconds of its step and the reason `why`.
 
-    `peak_nbytes` is None where nobody looked.
+    `peak_nbytes` is None where the peak was not computed.
     """
 
     name: str
@@ -35,11 +37,11 @@ class Alternative:
 
 
 MOST_ALTERNATIVES = 12
-"""The plans met and not taken that a plan tells of, the cheapest ones."""
+"""The most alternatives that a plan keeps, the cheapest ones."""
 
 
 def merged(*several: Sequence[Alternative]) -> tuple[Alternative, ...]:
-    """The cheapest of several rows of alternatives, one of each name."""
+    """The cheapest of several lists of alternatives, one of each name."""
     by_name: dict[str, Alternative] = {}
     alternatives = itertools.chain.from_iterable(several)
     for alternative in sorted(alternatives, key=lambda alternative: alternative.seconds):
@@ -49,8 +51,8 @@ def merged(*several: Sequence[Alternative]) -> tuple[Alternative, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """The account of how placements were found: `objective` and `bound` in seconds, `status` in words, phases in
-    seconds, and the `alternatives` that were met.
+    """The record of how placements were found: `objective` and `bound` in seconds, `status` in words, the seconds of
+    each phase, and the `alternatives` that were met.
     """
 
     planner: str
@@ -61,9 +63,10 @@ class Solution:
     alternatives: tuple[Alternative, ...] = ()
 
     def took(self, seconds: float) -> Self:
-        """The same account of a search that took so many seconds in all.
+        """The same record with the seconds that the search took in all.
 
-        What none of its phases took went into predicting peaks and into variants of the step that were not chosen.
+        Seconds that belong to none of its phases went into predicting peaks, and into variants of the step that were
+        not chosen.
         """
         rest = max(0.0, seconds - sum(self.phase_seconds.values()))
         return replace(self, phase_seconds={**self.phase_seconds, "peaks and variants": rest})
@@ -75,16 +78,17 @@ class Solution:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the plan is the best of a search that its user ended."""
+        """Whether the plan is the best of a search that its user interrupted."""
         return self.status == INTERRUPTED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """The cost of a layer of the model in one step, of one device: seconds of computing, and of moving arrays.
+    """The cost of a layer of the model in one step, on one device: seconds of computing and of moving arrays, and
+    bytes.
 
-    `state_nbytes` are arguments that are named after the layer, which stay; `live_nbytes` what it computes of the
-    temporaries at the step's peak. What belongs to no layer is the update's.
+    `state_nbytes` are arguments named after the layer; `live_nbytes` are the temporaries that it computes and that are
+    live at the step's peak. Operators of no layer belong to the update.
     """
 
     name: str
@@ -130,14 +134,14 @@ def _operator(node: Node, placement: Placement) -> Operator:
 
 
 POINTS = 60
-"""The points of a step at which a report has its bytes."""
+"""The number of points of a step at which a report has its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """A plan's account of one device's memory: `where` the peak is, its largest `holders`, and bytes `over_time`.
+    """A plan's report of one device's memory: `where` the peak is, its largest `holders`, and bytes `over_time`.
 
-    `over_time` has the busiest kernel of each of at most `POINTS` equal parts of the step, [parts]; `layers` are bytes
+    `over_time` [parts] has the most bytes of each of at most `POINTS` equal parts of the step; `layers` are the bytes
     of temporaries at the peak by the layer of the model that computes them.
     """
 
@@ -154,7 +158,7 @@ class MemoryReport:
         return cls(where=memory.where, holders=holders, over_time=over_time, layers=dict(memory.layers))
 
     def renamed(self, names: Mapping[str, str]) -> MemoryReport:
-        """The report of the same step under other names of its arrays and layers."""
+        """The report with other names of arrays and layers, of the same step."""
         holders = tuple(replace(holder, name=names.get(holder.name, holder.name)) for holder in self.holders)
         layers: dict[str, int] = {}
         for layer, nbytes in self.layers.items():
@@ -162,7 +166,7 @@ class MemoryReport:
         return replace(self, holders=holders, layers=layers)
 
     def less(self, nbytes: int) -> MemoryReport:
-        """The report with `nbytes` elsewhere all the time."""
+        """The report with `nbytes` fewer all the time."""
         return replace(self, over_time=tuple(size - nbytes for size in self.over_time))
 
 

@@ -40,7 +40,7 @@ SomePlan = TypeVar("SomePlan", bound="PipelinePlan")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan(AnyPlan):
-    """Stages on submeshes and how microbatches run through them.
+    """The plans of a step's stages, each on a submesh of its own, and the schedule of microbatches through them.
 
     `stages[k]` plans stage k, which begins at the loop body's forward node `firsts[k]`, on the devices from
     `offsets[k]`; every submesh has `chunks` stages in turn. `costs` are the stages' seconds and bytes, `transfers` the
@@ -75,7 +75,7 @@ class PipelinePlan(AnyPlan):
         return self.simulated(self.costs, self.transfers)
 
     def simulated(self, costs: Sequence[StageCost], transfers: Sequence[Transfer]) -> Timeline:
-        """The timeline of tasks if stages and transfers cost that much."""
+        """The timeline of tasks with these costs of stages and transfers."""
         device = self.cluster.group().device
         dispatch, overlap = device.dispatch_seconds, device.send_overlap
         return simulate(self.schedule, costs, transfers, dispatch_seconds=dispatch, overlap=overlap)
@@ -108,9 +108,10 @@ class PipelinePlan(AnyPlan):
         return replace(self, remat=variant.kept)
 
     def step_of(self, step: Step) -> Step:
-        """The variant of a step that it is of, by its fingerprint; if there is none, one for its stages.
+        """The variant of a step that it is of, by its fingerprint; if there is none, the variant for its number of
+        stages.
 
-        A saved plan does not say for how many stages loops were chunked: the search does so for layers.
+        A saved plan does not say for how many stages loops were chunked: the search chunks them for layers.
         """
         for stages in range(MOST_CHUNKS + 1):
             variant = step.variant(self.variant(stages))
@@ -187,7 +188,7 @@ class PipelinePlan(AnyPlan):
 
     @property
     def gap(self) -> float:
-        """The largest gap of a stage's plan; the cut into stages has none to state."""
+        """The largest gap of a stage's plan; the cut into stages has no bound."""
         return max(plan.gap for plan in self.stages)
 
     @property
@@ -226,7 +227,7 @@ class PipelinePlan(AnyPlan):
 
 
 def _without_timeline(plan: PipelinePlan) -> NamedSchedule:
-    """The schedule of a plan, which says seconds and bytes sooner than its timeline does."""
+    """The schedule of a plan, whose seconds and bytes take less time than its timeline."""
     return NamedSchedule(plan.schedule_name, len(plan.stages), plan.microbatches, plan.chunks)
 
 
@@ -377,10 +378,7 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
 
 
 def load_plan(source: object, call: str = "Manual") -> AnyPlan:
-    """The plan that a path leads to or that this is, of one program or of a pipeline; `call` is what was given it.
-
-    Raises PlanningError.
-    """
+    """The plan in a file, or this plan itself; `call` is how the user gave it, for errors. Raises PlanningError."""
     if isinstance(source, AnyPlan):
         return source
     if not isinstance(source, str | os.PathLike):

@@ -1,4 +1,6 @@
-"""The differences between two plans, one or both of them pipelines: words, the step's seconds and bytes, each stage."""
+"""The differences between two plans of which one or both are pipelines: facts, the step's seconds and bytes, each
+stage.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class PipelineDiff:
         nbytes: tuple[float, float],
         stages: Sequence[PlanDiff],
     ) -> Self:
-        """The differences of two plans, of which each pair says what was chosen and what a step takes and needs."""
+        """The differences of two plans; each pair has the facts, the step's seconds and bytes."""
         before, after = facts
         names = dict.fromkeys((*before, *after))
         return cls(

@@ -1,4 +1,4 @@
-"""Everything that planning chose for one program on one cluster: frozen, printable, comparable, storable.
+"""Plans of one program on one cluster as values that can be printed, compared and saved.
 
 A saved plan is a planner: `autopar.Manual("plan.json")` replays it without solving.
 """
@@ -33,7 +33,7 @@ Specs = tuple[ShardingSpec, ...]
 
 
 class AnyPlan(Storable):
-    """A plan, of one mesh or of a pipeline: what it is planned for, what a step should cost, and how it is kept."""
+    """A plan of one mesh or of a pipeline: what was chosen, and what a step is predicted to cost."""
 
     fingerprint: str
     cluster: Cluster
@@ -49,21 +49,21 @@ class AnyPlan(Storable):
     @property
     @abstractmethod
     def programs(self) -> tuple[Plan, ...]:
-        """The plan of each program that it consists of: itself, or one a stage."""
+        """The plan of each program that it consists of: itself alone, or one for each stage."""
 
     @property
     def submeshes(self) -> tuple[tuple[Plan, ...], ...]:
-        """The plans of the programs of each group of devices, which it runs in turn."""
+        """The plans of each group of devices, which runs them in turn."""
         return (self.programs,)
 
     @property
     @abstractmethod
     def timeline(self) -> Timeline | None:
-        """The simulated timeline of each stage's tasks; None where there is one program alone."""
+        """The simulated timeline of a pipeline's tasks; None for a single program."""
 
     @property
     def stage_costs(self) -> tuple[StageCost, ...]:
-        """The cost of each stage of a pipeline; none where there is one program alone."""
+        """The cost of each stage of a pipeline; empty for a single program."""
         return ()
 
     @property
@@ -73,7 +73,7 @@ class AnyPlan(Storable):
 
     @abstractmethod
     def beside(self, alternatives: Sequence[Alternative]) -> Self:
-        """The plan with more plans that were met and not taken."""
+        """The plan with further alternatives that were met and not taken."""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -98,12 +98,12 @@ class AnyPlan(Storable):
     @property
     @abstractmethod
     def gap(self) -> float:
-        """The share by which the answer may be above the best of its kind; 0 is proven optimal."""
+        """The share by which its seconds may be above the optimum of its kind; 0 is proven optimal."""
 
     @property
     @abstractmethod
     def n_devices(self) -> int:
-        """The devices that it runs on."""
+        """The number of devices that it runs on."""
 
     @property
     @abstractmethod
@@ -112,7 +112,7 @@ class AnyPlan(Storable):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether it is the best until a search was interrupted."""
+        """Whether it is the best plan of a search that was interrupted."""
         return any(program.solution.is_interrupted for program in self.programs)
 
     @abstractmethod
@@ -121,23 +121,25 @@ class AnyPlan(Storable):
 
     @abstractmethod
     def on(self, cluster: Cluster) -> Self:
-        """The same placements on the first devices of another cluster, with the numbers of this one."""
+        """The same placements on the first devices of another cluster, with the seconds and bytes of this plan."""
 
     @abstractmethod
     def variant(self, stages: int = 0) -> Variant:
-        """The variant of the step that it is of; loops of a pipeline are chunked for so many `stages` (0: its own)."""
+        """The variant of the step that it plans; loops of a pipeline are chunked for `stages` stages (0: its own
+        number).
+        """
 
     @abstractmethod
     def of_variant(self, variant: Variant) -> Self:
-        """The plan as one that says of which variant of the step it is."""
+        """The plan, with the record that it plans this variant of the step."""
 
     def step_of(self, step: Step) -> Step:
-        """The variant of a step that it is of."""
+        """The variant of a step that it plans."""
         return step.variant(self.variant())
 
     @abstractmethod
     def graphs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Graph, ...]:
-        """The graph of each of its programs, of which that of the step consists."""
+        """The graph of each of its programs, cut from the graph of the step."""
 
     @abstractmethod
     def specs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Specs, Specs]:
@@ -163,18 +165,18 @@ class AnyPlan(Storable):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(AnyPlan):
-    """The placements of every operator, input and output, and what they cost.
+    """The placements of every operator, input and output of a program on a mesh, and what they cost.
 
-    `seconds` holds the predicted step time by cause (`compute`, `copies`, `all_reduce`, ...); `nbytes` the peak
-    bytes of one device by cause. `replicated` names operators that had no rule, as `primitive at source`. `input_names`
-    and `output_names` are argument paths in the user's words; `input_types` and `output_types` are for people, and
-    empty where the planner did not keep them. `phases` are the same seconds by phase of the step, of which `computing`
-    are spent on operators and not on moving arrays. `flops` are what the model asks all devices together for, by dtype:
-    its products without what is computed again (passes/intra_op/flops.py). With `regather`, weights are gathered again
-    for the backward pass, and not kept in between. `remat` is what each layer keeps for the backward pass
-    (passes/transforms/remat.py), empty for the step as it was written. The inputs at `offloaded` stay in the host's
-    memory between steps. `memory` says more of one device's, `layers` what each of the model's costs. If numbers were
-    counted for other placements, before an edit of the file, `counted_for` is the fingerprint of those.
+    `seconds` holds the predicted step time by cause (`compute`, `copies`, `all_reduce`, ...), `phases` the same seconds
+    by phase, of which `computing` are spent on operators; `nbytes` are the peak bytes of one device by cause. `flops`
+    are the model's on all devices by dtype, without recomputation (passes/intra_op/flops.py). `replicated` names
+    operators without a rule, as `primitive at source`. `input_names` and `output_names` are argument paths in the
+    user's words; `input_types` and `output_types` are for people, and may be empty. With `regather`, weights are
+    gathered again for the backward pass, and not kept in between. `remat` is what each layer keeps for the backward
+    pass (passes/transforms/remat.py), empty for the step as it was written. The inputs at `offloaded` are in the host's
+    memory between steps. `memory` reports on one device's memory, and `layers` on the cost of each layer. If the
+    placements were edited in a file after the numbers were counted, `counted_for` is the fingerprint of the placements
+    before.
     """
 
     fingerprint: str
@@ -211,7 +213,7 @@ class Plan(AnyPlan):
 
     @property
     def when_counted(self) -> str:
-        """The time of counting its numbers, in words."""
+        """The state of its numbers as text: counted for these placements or for others."""
         return "before an edit" if self.is_stale else "as placed"
 
     @property

@@ -30,7 +30,7 @@ STALE = (
 """The note on a plan whose numbers were counted for other placements."""
 
 _UNSAID = 1e-3
-"""The share of a step below which nothing is said of what collectives hide."""
+"""The share of a step below which hidden collectives are not mentioned."""
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -46,7 +46,7 @@ def header(
     remat: Sequence[str] = (),
     offloaded: Sequence[int] = (),
 ) -> Table:
-    """The table of what was planned, for which devices, by whom, and how sure the answer is."""
+    """The table of facts: what was planned, for which devices, by which planner, and the bound."""
     planning = sum(solution.phase_seconds.values())
     phases = ", ".join(f"{name} {quantities.seconds(value)}" for name, value in solution.phase_seconds.items())
     rows = [
@@ -74,7 +74,7 @@ def kept(remat: Sequence[str]) -> str:
 
 
 def gap(solution: Solution) -> str:
-    """The gap in percent, or `unknown` for a planner that gave no bound."""
+    """The gap in percent; `unknown` for a planner that gives no bound."""
     bounded = 0 < solution.bound < float("inf") or solution.objective == solution.bound
     return f"{100 * solution.gap:.2f} %" if bounded else "unknown"
 
@@ -132,13 +132,13 @@ def memory_tables(memory: MemoryReport) -> tuple[Table, ...]:
 
 
 def sparkline(values: Sequence[float], full: float = 0.0) -> str:
-    """Values as bars, one character each; a full one is the largest, or `full` and more. Only 0 is blank."""
+    """Values as bars of one character each; a full bar is the largest value, or `full` and more. Only 0 is blank."""
     full = full or max(values) or 1.0
     return "".join(_BARS[min(len(_BARS) - 1, math.ceil((len(_BARS) - 1) * value / full))] for value in values)
 
 
 def collectives_table(collectives: Sequence[Collective], *, every: bool = False) -> Table:
-    """Collectives of one step, most bytes first: one row a kind and axes, or `every` source line by itself."""
+    """The collectives of one step, most bytes first: one row for each kind and axes, or for `every` source line."""
     groups: dict[tuple[str, ...], list[Collective]] = {}
     for c in collectives:
         key = (c.kind, "+".join(c.axes), c.where) if every else (c.kind, "+".join(c.axes))
@@ -175,9 +175,9 @@ def _where(group: Sequence[Collective]) -> str:
 
 
 def layers_table(programs: Sequence[Sequence[LayerCost]], name: str | None = None) -> Table:
-    """The cost of each layer in one step, or of that `name`: layers after one another that look alike are one row.
+    """The cost of each layer in one step, or of the one named `name`; equal layers in a row share one line.
 
-    Of several programs each row has the number of its own.
+    Of several programs each line has the number of its own.
     """
     total = sum(layer.seconds for layers in programs for layer in layers)
     rows: list[tuple[str, ...]] = []

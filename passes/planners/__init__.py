@@ -1,4 +1,4 @@
-"""Planners: the search, textbook plans by hand and saved ones, and what to say where nothing fits."""
+"""Planners: the automatic search, textbook plans, and saved plans; and the errors where nothing fits."""
 
 from passes.planners import infeasible
 from passes.planners.auto import Auto

@@ -72,7 +72,7 @@ from passes.solver import SolverOptions
 from passes.step import Step, Variant
 
 LAYERS = 8
-"""Layers of a forward pass where nothing else is said."""
+"""The number of layers of a forward pass if the user names none."""
 
 RESERVE = 0.06
 """The share of a device's memory that is left to the framework, its communicators and fragmentation, chosen: of 16 GiB
@@ -81,28 +81,29 @@ it is 1 GiB. Where predictions are less certain than that, their margin is left 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """The cheapest placements on the best logical mesh of at most `max_axes` axes, in stages where that is cheaper.
+    """The planner that searches for the cheapest plan: placements on the best mesh of at most `max_axes` axes, and
+    stages.
 
     With `pipeline`, stages are searched too: the forward pass is grouped into `layers`, or fewer, and numbers of
-    microbatches and `schedules` (all, where none are named) are tried; pipelines by hand are among what is compared. A
-    plan without stages competes, in all its variants; for a deep model that repeats itself it does so by its price, and
-    is made where that is near or no stages fit. A large model takes minutes. Without a number there are 8 layers, or as
-    many as 32 where a deep model repeats itself.
+    microbatches and `schedules` (by default all) are tried; hand-made pipelines are among what is compared. Plans
+    without stages compete in all variants of the step; for a deep model that repeats itself only if their price is near
+    that of stages, or if no stages fit. A large model takes minutes. By default there are 8 layers, or up to 32 for a
+    deep model that repeats itself. With `stages` there are that many, whether they pay or not.
 
-    No device may need more than `memory_limit` (bytes; words such as `"12 GiB"` become bytes here), by default its own
-    memory less a reserve of 6 %; what the compiler of a GPU or TPU may need beyond a prediction is in the limit, too.
-    Where the step as it is written does not fit, it is tried in more microbatches and with less kept; layers in a loop
-    are tried with less kept in any case, which may be faster than to stack it. Stages keep less where memory is short,
-    too, unless the step says so itself by `jax.checkpoint`. That ends after so much work: a plan
-    does not depend on how busy the machine is. With `seconds` it ends by then, too, once a plan fits, whose
-    `solution.status` is `time limit` if there was more to try.
+    No device may need more than `memory_limit` (bytes, or text such as `"12 GiB"`), by default its own memory less a
+    reserve of 6 %; what the compiler of a GPU or TPU may need beyond a prediction is within the limit, too. Where the
+    step as it is written does not fit, it is tried in more microbatches and with less kept for the backward pass.
+    Layers in a loop are tried with less kept in any case, as that may be faster than stacking what they keep. Stages
+    keep less where memory is short, unless the step decides it by `jax.checkpoint`. The search ends after a fixed
+    amount of work, so that a plan does not depend on how busy the machine is. With `seconds` it also ends by then, once
+    a plan fits; its `solution.status` is `time limit` if there was more to try.
 
-    Inputs whose names match one of the `pins` lie as it says, `{"params/*/mlp/kernel": P(None, "x")}`, and the rest is
-    solved for around them; with a `mesh`, `{"data": 4, "model": 2}`, no other is tried and axes have these names, in
-    plans without stages. Nothing moves within a mesh by a kind of collective that is in `forbid`, or not in `allow`:
-    `{"all_to_all"}`. With `stages` there are so many, whether they pay or not.
+    Inputs whose names match one of the `pins`, such as `{"params/*/mlp/kernel": P(None, "x")}`, have that placement,
+    and the rest is solved for around them. With a `mesh`, such as `{"data": 4, "model": 2}`, no other mesh is tried for
+    plans without stages, and its axes have these names. Plans use no kind of collective that is in `forbid`, or not in
+    `allow`: `{"all_to_all"}`.
 
-    If `interruptible`, Ctrl-C ends the search as soon as there is a plan; its `solution.status` is `interrupted` then.
+    If `interruptible`, Ctrl-C ends the search as soon as there is a plan; its `solution.status` is then `interrupted`.
     """
 
     max_axes: int = 2
@@ -130,7 +131,7 @@ class Auto:
 
     @property
     def pieces(self) -> int:
-        """The number of layers that a forward pass is cut in if it does not repeat itself."""
+        """The number of layers into which a forward pass is cut that does not repeat itself."""
         return self.layers or LAYERS
 
     def searches(self, cluster: Cluster) -> bool:
@@ -139,7 +140,9 @@ class Auto:
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
-        """The cheapest plan of any variant of the step. Raises OverBudgetError, with what would help."""
+        """The cheapest plan of any variant of the step. Raises OverBudgetError where none fits; the message says what
+        would help.
+        """
         memory_limit = limit_nbytes(options.memory_limit, self.memory_limit)
         planner = replace(self, memory_limit=memory_limit)
         deadline = Deadline(self.seconds)
@@ -175,13 +178,13 @@ class Auto:
             raise infeasible_error(error, least, limit, cluster, elsewhere) from None
 
     def limit(self, cluster: Cluster) -> float:
-        """Bytes that a plan may be predicted to need on one device: compiled, it may need a margin more."""
+        """Bytes that a plan may be predicted to need on one device; its compiled program may need a margin more."""
         return _predictable(limit_nbytes(self.memory_limit), cluster)
 
     def mesh_search(
         self, step: Step, cluster: Cluster, context: SearchContext, offload: bool, most_nbytes: float
     ) -> MeshSearch:
-        """The program on every mesh on which plans of at most `most_nbytes` may be; what it finds may need more."""
+        """The search over every mesh that may have a plan of at most `most_nbytes`; the plans found may need more."""
         graph = step.graph
         types = [graph.types[v] for v in graph.inputs]
         chosen = pins.placed_inputs(cast("pins.Pins", self.pins), graph.input_names, types)
@@ -206,7 +209,7 @@ class Auto:
         return search
 
     def search(self, step: Step, cluster: Cluster, context: SearchContext) -> AnyPlan:
-        """The cheapest of what `choose` finds, without stages, and what a search over stages of the `step` does.
+        """The cheapest plan, of those without stages by `choose` and of those in stages of the `step`.
 
         Raises OverBudgetError where nothing fits, with the plan of least memory of all.
         """
@@ -252,7 +255,7 @@ class Auto:
     def _staging(
         self, cluster: Cluster, step: Step, samples: dict[int, Sample], layers: int, context: SearchContext
     ) -> StagedVariants:
-        """The search over stages of so many layers."""
+        """The search over stages of a step cut into these layers."""
         begin = partial(
             StagedSearch,
             stages=self.pieces,
@@ -268,7 +271,7 @@ class Auto:
         return StagedVariants(step=step, samples=samples, stages=self.pieces, begin=begin, context=context)
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
-        """The meshes of so many devices that may be the fastest, or the one that was asked for."""
+        """The meshes of that many devices that may be the fastest, or the one that the user named."""
         forbidden = cast("tuple[str, ...]", self.forbid)
         if self.mesh:
             axes = cast("Sequence[tuple[str, int]]", self.mesh)
@@ -277,8 +280,9 @@ class Auto:
 
 
 def _predictable(memory_limit: int | None, cluster: Cluster) -> float:
-    """The bytes that a prediction may have: with the margin of predictions it keeps the limit, or the device's memory,
-    of which the reserve is left as well.
+    """The bytes that a plan may be predicted to need, so that with the margin of predictions it keeps the limit.
+
+    By default that is the device's memory less the reserve.
     """
     device = cluster.group().device
     if memory_limit is None:
@@ -287,13 +291,13 @@ def _predictable(memory_limit: int | None, cluster: Cluster) -> float:
 
 
 def _allowed(planner: Auto, cluster: Cluster) -> float:
-    """The bytes of a limit without the margin, where the user says how many there are: what plans by hand may need."""
+    """The bytes of a limit that the user gave, without the margin: what hand-made plans may need."""
     memory_limit = limit_nbytes(planner.memory_limit)
     return planner.limit(cluster) if memory_limit is None else float(memory_limit)
 
 
 def _check_options(planner: Auto) -> None:
-    """Raises PlanningError for numbers that cannot be, and for a mesh that would be of all stages."""
+    """Raises PlanningError for numbers that are not valid, and for a `mesh` together with stages."""
     check_counts(planner, "max_axes")
     check_optional_counts(planner, "layers")
     set_integers(planner, "stages")
@@ -318,13 +322,13 @@ def _too_many(stages: int, layers: int) -> PlanningError:
 
 
 def _unfit(stages: int) -> OverBudgetError:
-    """The error where no pipeline of so many stages was found that keeps the limit."""
+    """The error where no pipeline of `stages` stages was found that keeps the limit."""
     rule = "no pipeline of so many stages was found that keeps the memory limit"
     return OverBudgetError(explain(f"Auto(stages={stages})", rule, "", "leave it out, or allow more memory or devices"))
 
 
 def _without(forbidden: tuple[str, ...], error: NoLegalPlanError) -> NoLegalPlanError:
-    """The error of a step that no plan computes without these kinds of collectives."""
+    """The error for a step that no plan computes without these kinds of collectives."""
     rule = "no placement of the step's operators does without these kinds of collectives"
     if set(forbidden) == set(pins.KINDS):
         rule = "these are all kinds of collectives there are: nothing can be moved, and the step cannot do without"
@@ -333,18 +337,18 @@ def _without(forbidden: tuple[str, ...], error: NoLegalPlanError) -> NoLegalPlan
 
 
 def _has_stages(graph: Graph) -> bool:
-    """Whether a program may be cut in stages: they have no callbacks, and devices of their own."""
+    """Whether a program may be cut into stages, which have no callbacks, and devices of their own."""
     return not graph.pinned and not any(map(has_effect, graph.nodes))
 
 
 def _met(plan: AnyPlan) -> Alternative:
-    """A plan as one that was not taken."""
+    """A plan as an alternative that was not taken."""
     why = "the best of its kind, and takes longer"
     return Alternative(name=plan.shape, seconds=plan.step_seconds, why=why, peak_nbytes=plan.peak_nbytes)
 
 
 def _or_raise(plan: AnyPlan | None, refused: PlanningError | None) -> AnyPlan:
-    """The plan, or the reason why there is none."""
+    """The plan; raises the error where there is none."""
     if plan is None:
         raise refused or InternalError("neither a plan nor a reason why there is none")
     return plan

@@ -1,4 +1,4 @@
-"""Options of planners as they may be: numbers, names of schedules, a solver's options; what is none is named."""
+"""Checks of planners' options: numbers, names of schedules, a solver's options; errors name the option."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from passes.text import plain_integer
 
 
 def check_counts(planner: object, *names: str) -> None:
-    """Makes Python's integers of fields of a planner. Raises PlanningError unless all are whole numbers from 1."""
+    """Turns whole-number fields of a planner into Python integers. Raises PlanningError unless all are from 1."""
     set_integers(planner, *names)
     for name in names:
         check_count(type(planner).__name__, name, getattr(planner, name))
 
 
 def check_optional_counts(planner: object, *names: str) -> None:
-    """Checks those of the fields that are not None as `check_counts` does."""
+    """Checks the fields that are not None as `check_counts` does."""
     check_counts(planner, *(name for name in names if getattr(planner, name) is not None))
 
 
@@ -33,13 +33,13 @@ def check_count(planner: str, name: str, value: object) -> None:
 
 
 def set_integers(planner: object, *names: str) -> None:
-    """Makes Python's integers of fields of a planner that are NumPy's."""
+    """Turns NumPy integers in fields of a planner into Python's."""
     for name in names:
         object.__setattr__(planner, name, plain_integer(getattr(planner, name)))
 
 
 def checked_submeshes(planner: str, sizes: Any) -> tuple[int, ...]:
-    """The devices of each submesh. Raises PlanningError for what is no sequence of counts."""
+    """The devices of each submesh. Raises PlanningError for anything but a sequence of counts."""
     listed = _listed(sizes)
     counts = None if listed is None else tuple(map(plain_integer, listed))
     if counts is not None and all(map(_is_count, counts)):
@@ -49,14 +49,14 @@ def checked_submeshes(planner: str, sizes: Any) -> tuple[int, ...]:
 
 
 def check_layers(planner: str, pattern: object) -> None:
-    """Raises PlanningError for what is no pattern of names of modules."""
+    """Raises PlanningError for anything but a pattern of module names."""
     if not isinstance(pattern, str):
         rule = "this is a pattern of names of modules"
         raise PlanningError(explain(f"{planner}(layers={pattern!r:.40})", rule, "", 'write, say, layers="Block_*"'))
 
 
 def check_seconds(seconds: Any) -> None:
-    """Raises PlanningError unless a limit is a number of seconds from 0, or none."""
+    """Raises PlanningError unless a time limit is a number of seconds from 0, or None."""
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if seconds is not None and not (is_number and 0 <= seconds < math.inf):
         rule = "a limit is a number of seconds"
@@ -64,9 +64,9 @@ def check_seconds(seconds: Any) -> None:
 
 
 def checked_schedules(planner: str, names: Any) -> tuple[str, ...]:
-    """The schedules of these names, those of a set in the order of the table: which is tried first decides ties.
+    """The names of these schedules; those of a set in the order of the table, as the first one tried decides ties.
 
-    Raises PlanningError for others, and for a name in the place of several.
+    Raises PlanningError for unknown names, and for a single name in place of several.
     """
     listed = _listed(names)
     unknown = [name for name in ((names,) if listed is None else listed) if not _is_schedule(name)]
@@ -78,8 +78,10 @@ def checked_schedules(planner: str, names: Any) -> tuple[str, ...]:
 
 
 def checked_schedule(planner: str, name: Any, interleave: int) -> str:
-    """The schedule of that name, of which `interleave` stages take turns on each submesh: `interleaved` in the place of
-    the default. Raises PlanningError for what is no schedule, and for one that has no turns.
+    """The name of the schedule, by which each submesh serves `interleave` stages in turn.
+
+    With several of them, the default becomes `interleaved`. Raises PlanningError for an unknown schedule, and for one
+    without turns.
     """
     if not _is_schedule(name):
         rule, remedy = f"known are {', '.join(SCHEDULES)}", close(str(name), SCHEDULES) or "leave it out"
@@ -103,7 +105,7 @@ def check_devices(cluster: Cluster, **sizes: int) -> None:
 
 
 def check_zero_stage(stage: object) -> None:
-    """Raises PlanningError unless it is a stage of ZeRO."""
+    """Raises PlanningError unless it is a stage of ZeRO: 1, 2 or 3."""
     if type(stage) is not int or stage not in (1, 2, 3):
         raise PlanningError(
             f"Zero(stage={stage!r}): ZeRO has stages 1, 2 and 3; use one of them, or DataParallel() for none"
@@ -111,7 +113,7 @@ def check_zero_stage(stage: object) -> None:
 
 
 def check_optimizer_stage(stage: object) -> None:
-    """Raises PlanningError unless ZeRO's stage is one that stands beside tensors and pipelines: none, or 1."""
+    """Raises PlanningError unless ZeRO's stage is 0 or 1, the ones that go with tensor parallelism and pipelines."""
     if type(stage) is not int or stage not in (0, 1):
         rule = "beside tensors and stages optimizer state alone is cut over the data devices: zero=0 or 1"
         remedy = "use zero=1, or planner=Zero(3) over all devices"
@@ -119,14 +121,16 @@ def check_optimizer_stage(stage: object) -> None:
 
 
 def check_solver(planner: str, solver: object) -> None:
-    """Raises PlanningError for what is no SolverOptions."""
+    """Raises PlanningError for anything but SolverOptions."""
     if not isinstance(solver, SolverOptions):
         remedy = f"write solver=SolverOptions(solver={solver!r:.40})"
         raise PlanningError(explain(f"{planner}(solver={solver!r:.40})", "these are SolverOptions", "", remedy))
 
 
 def listed(planner: str, name: str, values: Any) -> tuple[Any, ...]:
-    """The values that a user listed, one for each submesh. Raises PlanningError for no list of them, such as a dict."""
+    """The values that a user listed, one for each submesh. Raises PlanningError for anything but a list, such as a
+    dict.
+    """
     each = None if isinstance(values, Mapping) else _listed(values)
     if each is None:
         rule = "these are one for each submesh, None for any"
@@ -135,7 +139,7 @@ def listed(planner: str, name: str, values: Any) -> tuple[Any, ...]:
 
 
 def _listed(values: Any) -> tuple[Any, ...] | None:
-    """The values that a user listed; None where they are no list, or text."""
+    """The values that a user listed; None for text and for anything that is no list."""
     is_list = isinstance(values, Iterable) and not isinstance(values, str)
     return tuple(cast("Iterable[Any]", values)) if is_list else None
 

@@ -1,7 +1,7 @@
-"""A function that takes what another step's plan has placed: it is planned around that, stages included.
+"""The plan of a function that takes arrays which another step's plan has placed, such as an evaluation after training.
 
-On one mesh inputs are pinned where they lie, and any planner plans the rest. Stages are cut where the weights of the
-next one are first read, and each is planned around what lies on its submesh.
+On one mesh these inputs are pinned to their placements, and any planner plans the rest. In stages, the function is cut
+where the weights of the next stage are first read, and each part is planned around the weights on its submesh.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from passes.errors import PlanMismatchError, explain
 from passes.intra_op import best, pins
 from passes.ir import Graph, TensorType
 from passes.layers import forward_nodes
-from passes.pipeline import body_of, pipelined
+from passes.pipeline import PipelineOptions, body_of, pipelined
 from passes.plan import PipelinePlan, Plan
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
 from passes.sharding import ShardingSpec
@@ -24,13 +24,13 @@ from passes.step import Step, Variant
 from passes.transforms import loop_of
 
 Arrays = Sequence[tuple[str, TensorType]]
-"""Names and types."""
+"""Names and types of arrays."""
 
 
 def counterparts(arrays: Arrays, known: Arrays) -> list[int | None]:
-    """The position in `known` of the array that each one is: of its type, with the longest end of a path in common.
+    """The position in `known` of the counterpart of each array: of its type, with the longest common end of the path.
 
-    The first of equals; None where nothing of the type ends in the same name.
+    Of equals the first; None where no array of the type ends in the same name.
     """
     by_type: dict[TensorType, list[tuple[int, list[str]]]] = {}
     for position, (name, type) in enumerate(known):
@@ -55,15 +55,19 @@ def _path(name: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowingStages:
-    """The stages of another step's plan, for a function of its weights: a forward pass, in as many microbatches."""
+    """The planner of a function of the weights of another step that is planned in stages: a forward pass
+    through these.
+    """
 
     followed: PipelinePlan
     solver: SolverOptions = field(default_factory=SolverOptions)
 
     @takes_graphs
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
-        """The plan in these stages. Raises PlanMismatchError where their weights are read in another order, or the
-        batch cannot be cut as they need it.
+        """The plan in the followed stages.
+
+        Raises PlanMismatchError where the function reads their weights in another order, or its batch cannot be cut as
+        they need it.
         """
         followed = self.followed
         step = step.variant(Variant(microbatches=self._microbatches(step), stages=len(followed.stages)))
@@ -77,15 +81,19 @@ class FollowingStages:
             restrict = partial(pins.pinned, chosen=chosen)
             return best(f"stage {number}", part, [mesh], self.solver, restrict)
 
-        schedule = "interleaved" if followed.chunks > 1 else "gpipe"
-        name = f"following {followed.planner}"
-        return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, followed.chunks), step)
+        of_pipeline = PipelineOptions(
+            planner=f"following {followed.planner}",
+            cluster=cluster,
+            schedule="interleaved" if followed.chunks > 1 else "gpipe",
+            chunks=followed.chunks,
+        )
+        return Planned.of(pipelined(step, firsts, plan_stage, of_pipeline), step)
 
     def _microbatches(self, step: Step) -> int:
         """The most microbatches, up to those of the followed plan, that the stages can take.
 
-        Stages in turn take them in rounds of as many as there are submeshes. Raises PlanMismatchError where there is
-        no such number of them.
+        Interleaved stages take them in rounds of as many as there are submeshes. Raises PlanMismatchError where no such
+        number is possible.
         """
         followed = self.followed
         rounds = followed.groups if followed.chunks > 1 else 1
@@ -111,7 +119,7 @@ class FollowingStages:
         return {value: there[place][:2] for value, place in pairs if place is not None}
 
     def _firsts(self, graph: Graph, owner: Mapping[int, int]) -> tuple[int, ...]:
-        """The body's node at which each stage begins: the first that reads a weight of it, or of one after it."""
+        """The body's node at which each stage begins: the first that reads a weight of it, or of a later one."""
         body, loop = body_of(graph), graph.nodes[loop_of(graph) or 0]
         stage_of = dict(owner)
         for node in graph.nodes:  # casts of weights, before the loop

@@ -1,4 +1,4 @@
-"""The errors of plans that do not fit in memory, with the smallest changes with which one does, each planned."""
+"""The errors where no plan fits in memory, with the smallest changes by which one does, each of them planned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from passes.plan import AnyPlan, PipelinePlan, Plan
 from passes.text import count, nbytes
 
 _TIMES = (2, 4, 8)
-"""Times the devices that are tried: each takes a search of its own."""
+"""The multiples of the devices that are tried: each takes a search of its own."""
 
 
 def infeasible_error(
@@ -23,9 +23,9 @@ def infeasible_error(
     cluster: Cluster,
     plan: Callable[[Cluster], Plan | None] | None = None,
 ) -> OverBudgetError:
-    """The error where no plan fits, in four parts; `least` is the plan of least memory, if any was found.
+    """The error where no plan fits; `least` is the plan of least memory, if any was found.
 
-    `plan` plans for other clusters, to see how many devices would do.
+    `plan` plans for other clusters, to find out how many devices would do.
     """
     argument = _each(limit, cluster)
     if least is None:
@@ -50,20 +50,22 @@ def infeasible_error(
 
 
 def largest_holders(plan: AnyPlan) -> str:
-    """The holders of a device's memory at the peak, largest first, in words, without those of a hundredth or less."""
+    """The holders of a device's memory at the peak as text, largest first, without those of 1 % or less."""
     smallest = plan.peak_nbytes / 100
     causes = sorted(((size, cause) for cause, size in plan.nbytes.items() if size > smallest), reverse=True)
     return ", ".join(f"{nbytes(size)} of {cause}" for size, cause in causes)
 
 
 def device_memory_nbytes(cluster: Cluster) -> float:
-    """Bytes of a device's own memory; virtual CPU devices share their machine's, and have no bound of their own."""
+    """Bytes of a device's own memory; infinite for virtual CPU devices, which share their machine's."""
     device = cluster.group().device
     return math.inf if device.name == CPU else float(device.memory_nbytes)
 
 
 def allowed(cluster: Cluster, memory_limit: float | None) -> tuple[float, str]:
-    """(bytes that a device may need, in words): as asked for, else the device's own; no words where it has no bound."""
+    """(bytes that a device may need, in words): the user's limit, else the device's own memory; no words where there is
+    none.
+    """
     if memory_limit is not None:
         return memory_limit, f"memory_limit={memory_limit:,} bytes"
     device_nbytes = device_memory_nbytes(cluster)
@@ -73,7 +75,7 @@ def allowed(cluster: Cluster, memory_limit: float | None) -> tuple[float, str]:
 
 
 def check(plan: AnyPlan, cluster: Cluster, memory_limit: float | None, where: str) -> None:
-    """Raises OverBudgetError for a plan that needs more than was asked for, or than a device has.
+    """Raises OverBudgetError for a plan that needs more than the user's limit, or than a device has.
 
     `where` is the function in the user's source.
     """
@@ -96,9 +98,7 @@ def check(plan: AnyPlan, cluster: Cluster, memory_limit: float | None, where: st
 def stages_infeasible_error(
     refused: PlanningError, staged: PipelinePlan | None, limit: float, cluster: Cluster
 ) -> PlanningError:
-    """The error where neither a plan nor stages fit, by the one that needs less memory: what `refused` has, or
-    `staged`.
-    """
+    """The error where neither plans without stages nor `staged` ones fit, by the one of less memory."""
     least: AnyPlan | None = getattr(refused, "least_memory_plan", None)
     if staged is None or (least is not None and least.peak_nbytes <= staged.peak_nbytes):
         return refused
@@ -126,20 +126,20 @@ def _form(plan: Plan) -> str:
 
 
 def _each(limit: float, cluster: Cluster) -> str:
-    """The devices and what each has for the program, of which a prediction may be `limit`."""
+    """The devices and the bytes that each has for the program, as text; a prediction may be `limit`."""
     allowed_nbytes = round(limit * (1 + margin_of(cluster.group().device)))
     return f"{count(cluster.n_devices, 'device')} with {nbytes(float(allowed_nbytes))} each for the program"
 
 
 def _more_memory(least: AnyPlan, limit: float, cluster: Cluster) -> str:
-    """The memory that the plan of least memory misses, in words, and the `memory_limit` whose margin it leaves free."""
+    """The memory that the plan of least memory lacks, and the `memory_limit` that would do, as text."""
     above = 1 + margin_of(cluster.group().device)
     missing, enough = math.ceil(above * (least.peak_nbytes - limit)), math.ceil(above * least.peak_nbytes)
     return f"{nbytes(float(missing))} more on each device (memory_limit={enough:,} bytes)"
 
 
 def _more_devices(cluster: Cluster, plan: Callable[[Cluster], Plan | None]) -> Iterator[str]:
-    """The fewest of `_TIMES` as many devices that hold a plan, in words; nothing where none do."""
+    """The fewest of `_TIMES` as many devices that hold a plan, as text; empty where none do."""
     for times in _TIMES:
         larger = _times(cluster, times)
         try:
@@ -154,7 +154,7 @@ def _more_devices(cluster: Cluster, plan: Callable[[Cluster], Plan | None]) -> I
 
 
 def _times(cluster: Cluster, times: int) -> Cluster:
-    """The cluster with several times the hosts."""
+    """The cluster with several times as many hosts."""
     group = cluster.group()
     hosts = group.hosts * times
     return Cluster(name=f"{cluster.name} x {times}", groups=(replace(group, hosts=hosts),))

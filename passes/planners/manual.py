@@ -1,7 +1,7 @@
-"""Planners by hand: textbook plans and saved ones, on the path that every plan takes (passes/planners/auto.py).
+"""Hand-made planners: textbook plans and saved ones, which take the same path as every plan (passes/planners/auto.py).
 
-They choose a mesh, or submeshes, and rule out what the textbook does not do (passes/intra_op/restrictions.py); the rest
-is solved for.
+They choose a mesh, or submeshes, and rule out strategies that the textbook plan does not have
+(passes/intra_op/restrictions.py); the rest is solved for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from passes.errors import PlanMismatchError, PlanningError, explain
 from passes.intra_op import Assembly, best, layouts, named, pins, restrictions
 from passes.ir import TensorType
 from passes.layers import stage_cuts
-from passes.pipeline import body_of, check_submeshes, pipelined, recounted
+from passes.pipeline import PipelineOptions, body_of, check_submeshes, pipelined, recounted
 from passes.plan import STAGE, AnyPlan, Plan, load_plan
 from passes.planners.checks import (
     check_count,
@@ -44,7 +44,7 @@ from passes.text import plain_integer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """The batch over all devices, everything else whole: one gradient reduction per parameter."""
+    """The planner of data parallelism: the batch is cut over all devices, and everything else is whole."""
 
     solver: SolverOptions = field(default_factory=SolverOptions)
 
@@ -62,11 +62,11 @@ class DataParallel:
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """Data parallelism with optimizer state cut over the devices (`stage` 1 or 2) and parameters too (3), those that
-    are not updated among them.
+    """The planner of ZeRO: data parallelism with optimizer state (`stage` 1 or 2) and also parameters (3) cut over the
+    devices.
 
-    Where the devices do not divide what they should cut, as 1,120 do not divide 20,480, the mesh has two axes, of which
-    each cuts what it divides; `UserWarning` names what stays whole even so.
+    Parameters that are not updated are among them. Where the devices do not divide an array, as 1,120 do not divide
+    20,480, the mesh has two axes, each of which cuts what it divides; `UserWarning` names what stays whole even so.
 
     Reference: Rajbhandari et al., "ZeRO" (SC 2020). Stages 1 and 2 differ only in how long gradients live; here they
     are scattered as soon as they are summed, which is stage 2.
@@ -93,14 +93,14 @@ class Zero:
 
 
 WORTHWHILE = 0.01
-"""The share of the state's bytes on a device that a second axis must save, if there is to be one."""
+"""The share of the state's bytes on a device that a second axis must save for there to be one."""
 
 
 def zero_sizes(state: Sequence[TensorType], n_devices: int) -> tuple[int, ...]:
     """The devices along each axis of ZeRO's mesh: one axis where all devices together divide the `state`.
 
-    Otherwise two, each of which may cut a dimension of its own: (the rest, those that cut most). What neither divides
-    stays whole, and so a value is cut over some of the devices where it cannot be over all.
+    Otherwise there are two axes, each of which may cut a dimension of its own: (the rest, the size that cuts most). An
+    array that neither divides stays whole, and some are cut over one axis alone.
 
     Reference: hybrid sharding in Zhao et al., "PyTorch FSDP" (VLDB 2023), section 3.2.2.
     """
@@ -116,7 +116,7 @@ def zero_sizes(state: Sequence[TensorType], n_devices: int) -> tuple[int, ...]:
 
 
 def most_parts(shape: Sequence[int], sizes: Sequence[int]) -> int:
-    """The most pieces that axes of these sizes can cut an array into, each axis one dimension or none."""
+    """The most pieces that axes of these sizes can cut an array into, each cutting one dimension or none."""
     if not sizes:
         return 1
     first, rest = sizes[0], sizes[1:]
@@ -130,12 +130,12 @@ def most_parts(shape: Sequence[int], sizes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Megatron:
-    """The batch over `data` devices, every weight matrix over `tensor` devices; which dimension is cut is solved for.
+    """The planner of Megatron: the batch over `data` devices, every weight matrix over `tensor` devices.
 
-    With `pipeline` submeshes, each is laid out so and has `interleave` stages in turn, through which `microbatches` run
-    by `schedule`, or interleaved. `microbatches` are those of `parallelize` by default, else one. With `zero=1`,
-    optimizer state is cut over the `data` devices as well: gradients are scattered once summed, each device updates its
-    part, and parameters are gathered for the next step.
+    Which dimension of a matrix is cut is solved for. With `pipeline` submeshes, each is laid out so and has
+    `interleave` stages in turn, through which `microbatches` run by `schedule`, or interleaved. `microbatches` are
+    those of `parallelize` by default, else one. With `zero=1`, optimizer state is cut over the `data` devices as well:
+    gradients are scattered once summed, each device updates its part, and parameters are gathered for the next step.
 
     Reference: Shoeybi et al., "Megatron-LM" (2019), section 3; Narayanan et al. (SC 2021), section 3; for `zero`,
     Rajbhandari et al., "ZeRO" (SC 2020), section 5.1.
@@ -167,13 +167,15 @@ class Megatron:
 
     @property
     def name(self) -> str:
-        """The planner in words: `megatron 2x4x2, interleave 2, zero-1`."""
+        """The planner as text: `megatron 2x4x2, interleave 2, zero-1`."""
         sizes = "x".join(map(str, (self.data, self.tensor, self.pipeline)[: 3 if self.pipeline > 1 else 2]))
         in_turn = f", interleave {self.interleave}" if self.interleave > 1 else ""
         return f"megatron {sizes}{in_turn}" + (f", zero-{self.zero}" if self.zero else "")
 
     def restriction(self, assembly: Assembly, rows: Mapping[int, int] = MappingProxyType({})) -> Assembly:
-        """The placements that it has of a stage, which takes what has its `rows` along these dimensions."""
+        """The assembly of a stage with Megatron's strategies alone; inputs have the batch along the dimensions of
+        `rows`.
+        """
         return restrictions.megatron(assembly, is_state_cut=self.zero > 0, rows=rows)
 
     @takes_graphs
@@ -193,21 +195,22 @@ class Megatron:
             restrict = partial(self.restriction, rows=part.rows)
             return best(f"stage {stage}", part, [mesh], self.solver, restrict)
 
-        return Planned.of(pipelined(self.name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
+        of_pipeline = PipelineOptions(planner=self.name, cluster=cluster, schedule=schedule, chunks=self.interleave)
+        return Planned.of(pipelined(step, firsts, plan_stage, of_pipeline), step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Stages one behind the other, each planned on a submesh of its own; microbatches run through them.
+    """The planner of a pipeline: stages in a row, each planned on a submesh of its own, through which microbatches run.
 
-    `submeshes` are the devices of each stage, equal by default; `schedule` is a name of `autopar.SCHEDULES`. Stages are
-    cut between the blocks of a model that repeats itself, else where little crosses, as even in work as that allows;
-    with `layers` only between modules whose names match it (`"Block_*"`). With `interleave`, every submesh has so many
-    stages in turn, and the schedule is `interleaved` or another one that has several.
+    `submeshes` are the numbers of devices of the stages, equal by default; `schedule` is a name of `autopar.SCHEDULES`.
+    Stages are cut between the blocks of a model that repeats itself, else where few bytes cross, as even in work as
+    that allows; with `layers` only between modules whose names match it (`"Block_*"`). With `interleave`, every submesh
+    has that many stages in turn, and the schedule is `interleaved` or another one with turns.
 
-    `meshes` lay the submeshes out, `({"data": 2}, {"data": 1, "model": 2}, ...)`, None where that is to be searched;
-    `pins` and `forbid` are as `Auto` has them. `options` are those of each submesh alone, which go before the ones of
-    all: `({"forbid": {"all_gather"}}, {"pins": {"*/kernel": "[-, x]"}, "max_axes": 1}, None)`.
+    `meshes` lay the submeshes out, such as `({"data": 2}, {"data": 1, "model": 2}, ...)`; None is searched. `pins` and
+    `forbid` are as in `Auto`. `options` are those of single submeshes, and go before the ones of all: `({"forbid":
+    {"all_gather"}}, {"pins": {"*/kernel": "[-, x]"}, "max_axes": 1}, None)`.
     """
 
     stages: int
@@ -239,12 +242,12 @@ class Pipeline:
                 raise PlanningError(explain(f"Pipeline({name}=)", rule, "", "name one for each, None for any"))
 
     def _of(self, submesh: int, name: str) -> Any:
-        """An option of a submesh: its own, else that of all."""
+        """An option of a submesh: its own, else the one of all submeshes."""
         chosen = dict(cast("Options", self.options[submesh])) if self.options else {}
         return chosen.get(name, getattr(self, name))
 
     def _laid_out(self, cluster: Cluster, submesh: int, size: int) -> list[Mesh]:
-        """The meshes that a submesh of so many devices may be."""
+        """The meshes that a submesh of that many devices may be."""
         axes = self.meshes[submesh] if self.meshes else ()
         searched = [] if axes else layouts(cluster, size, self._of(submesh, "max_axes"))
         meshes = searched or [pins.mesh_named(cluster, cast("Any", axes), size)]
@@ -267,11 +270,12 @@ class Pipeline:
 
         schedule = checked_schedule("Pipeline", self.schedule, self.interleave)
         name = f"pipeline of {self.stages}" + (f", interleave {self.interleave}" if self.interleave > 1 else "")
-        return Planned.of(pipelined(name, step, cluster, firsts, schedule, plan_stage, self.interleave), step)
+        of_pipeline = PipelineOptions(planner=name, cluster=cluster, schedule=schedule, chunks=self.interleave)
+        return Planned.of(pipelined(step, firsts, plan_stage, of_pipeline), step)
 
 
 def _checked_mesh(mesh: object) -> tuple[tuple[str, int], ...]:
-    """The axes and sizes of a submesh. Raises PlanningError for what is no mesh of one."""
+    """The axes and sizes of a submesh. Raises PlanningError for anything else."""
     axes = pins.checked_mesh(mesh)
     if any(name == STAGE for name, _ in axes):
         rule = f"{STAGE!r} is the axis along which the stages themselves lie"
@@ -293,11 +297,11 @@ _CHECKED: Mapping[str, Callable[[Any], object]] = {
     "pins": pins.checked_pins,
     "max_axes": _checked_axes,
 }
-"""The options of a submesh alone, each with what reads it."""
+"""The options of a single submesh, each with the function that reads it."""
 
 
 def _checked_options(options: object) -> Options:
-    """The options of a submesh that a user wrote, none for None. Raises PlanningError for others."""
+    """The options of a submesh that a user wrote; empty for None. Raises PlanningError for unknown ones."""
     if options is None or isinstance(options, tuple):
         return cast("Options", options or ())
     written = dict(cast("Any", options)) if isinstance(options, Mapping) else {str(options): None}
@@ -311,7 +315,7 @@ def _checked_options(options: object) -> Options:
 
 @dataclass(frozen=True, slots=True)
 class GPipe:
-    """The pipeline that runs all forwards, then all backwards; otherwise as `Pipeline`.
+    """The planner of a pipeline that runs all forwards, then all backwards; otherwise as `Pipeline`.
 
     Reference: Huang et al., "GPipe" (NeurIPS 2019).
     """
@@ -344,7 +348,9 @@ class GPipe:
 
 @dataclass(frozen=True, slots=True)
 class Manual:
-    """A saved or edited plan (a path or a Plan), replayed without solving; what it sends and holds is counted anew."""
+    """The planner that replays a saved or edited plan (a path or a Plan) without solving; collectives and bytes are
+    counted anew.
+    """
 
     source: str | Path | AnyPlan
 
@@ -358,9 +364,9 @@ class Manual:
         return Planned.of(plan, step)
 
     def on(self, cluster: Cluster) -> Manual:
-        """The same placements on the first devices of another cluster, by whose rates they are then counted.
+        """The same plan on the first devices of another cluster, with seconds and bytes counted for these.
 
-        Raises PlanningError where there is no plan, or more devices are needed than there are.
+        Raises PlanningError where there is no plan, or where it needs more devices than there are.
         """
         plan = load_plan(self.source)
         _check_devices(plan, cluster)

@@ -1,7 +1,7 @@
-"""The reasons of a placement: what the next best ones would cost, and what keeps others away.
+"""The reasons of a placement: what the next best ones would cost, and what rules out others.
 
 Each placement that an input could have on the plan's mesh is pinned in turn, and the rest of the program is solved for
-around it: what that takes is the price of having it so, not a guess from what the operators beside it cost.
+around it: the seconds of that are the price of the placement, not a guess from the operators next to it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from passes.step import Step
 from passes.text import quantities
 
 ROUGH = 1e-2
-"""The gap to which a program is solved around another placement: its price is known to as much of the step."""
+"""The relative gap to which a program is solved around another placement, and so the accuracy of its price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """A placement that inputs could have had: a step of the best plan around it, and the peak of one device."""
+    """Another placement of some inputs: the seconds of a step by the best plan with it, and the peak bytes of one
+    device.
+    """
 
     spec: ShardingSpec
     seconds: float
@@ -37,7 +39,7 @@ class Rival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasons:
-    """The inputs that a pattern names, their placement in a plan, and the rivals of that, cheapest first."""
+    """The inputs that a pattern names, their placement in a plan, and its rivals, cheapest first."""
 
     names: tuple[str, ...]
     type: TensorType
@@ -50,7 +52,7 @@ class Reasons:
     uneven: tuple[str, ...]
 
     def text(self) -> str:
-        """The reasons in words."""
+        """The reasons as text."""
         n = len(self.names)
         subject = self.names[0] if n == 1 else f"{self.names[0]} and {quantities.count(n - 1, 'array')} like it"
         fits = [rival for rival in self.rivals if rival.peak_nbytes <= self.limit_nbytes]
@@ -67,7 +69,7 @@ class Reasons:
         return "\n".join(filter(None, lines))
 
     def _against(self, rival: Rival) -> str:
-        """A rival beside what was chosen."""
+        """A rival compared with the placement that was chosen, as text."""
         near = abs(rival.seconds - self.seconds) <= ROUGH * self.seconds
         change = quantities.change(self.seconds, rival.seconds)
         more = rival.peak_nbytes - self.peak_nbytes
@@ -90,7 +92,7 @@ def _why(fits: Sequence[Rival], faster: Sequence[Rival], seconds: float, limit: 
 
 
 def _meaning(spec: ShardingSpec, type: TensorType, mesh: Mesh) -> str:
-    """A placement in words."""
+    """The meaning of a placement, as text."""
     cuts = [
         f"dimension {dim} of {type.shape[dim]} is cut into {math.prod(map(mesh.axis_size, axes))} over {'+'.join(axes)}"
         for dim, axes in enumerate(spec.dims)
@@ -103,7 +105,7 @@ def _meaning(spec: ShardingSpec, type: TensorType, mesh: Mesh) -> str:
 def reasons(
     step: Step, plan: Plan, pattern: str, limit_nbytes: float, tell: Callable[[str], None] = lambda words: None
 ) -> Reasons:
-    """The reasons why inputs that a pattern names lie as they do. Raises PlanningError for one that names none.
+    """The reasons for the placement of inputs that a pattern names. Raises PlanningError where it names none.
 
     `step` is the variant that the plan is of.
     """
@@ -165,7 +167,7 @@ def _possible(assembly: Assembly, value: int) -> list[ShardingSpec]:
 
 
 def _uneven(type: TensorType, mesh: Mesh) -> list[str]:
-    """The cuts that no axis of the mesh allows, in words."""
+    """The cuts that no axis of the mesh divides, as text."""
     return [
         f"{axis} of {mesh.axis_size(axis)} does not divide dimension {dim} of {size}"
         for dim, size in enumerate(type.shape)

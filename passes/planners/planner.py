@@ -1,6 +1,6 @@
-"""The interface of planners: from a step, a cluster and options to a plan, and the variant of the step that it is of.
+"""The interface of planners: from a step, a cluster and options to a plan, and the variant of the step that it plans.
 
-A planner of one's own is any value with such a method:
+A planner of your own is any value with such a method:
 
     class HalfTheDevices:
         def plan(self, step, cluster, options):
@@ -8,8 +8,8 @@ A planner of one's own is any value with such a method:
             half = replace(group, devices_per_host=group.devices_per_host // 2)
             return Zero(3).plan(step, Cluster(name="half", groups=(half,)), options)
 
-It may plan a variant of its choice, as `step.variant(Variant(microbatches=4))`, or place every operator by itself:
-`Planned.of(plan, step)` is what it gives.
+It may plan a variant of its choice, such as `step.variant(Variant(microbatches=4))`, or place every operator by itself;
+it returns `Planned.of(plan, step)`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of any planner beside the step: the bytes that a device may need, and who hears of progress.
+    """The options of a call of any planner: the bytes that a device may need, and the callback for progress.
 
-    `memory_limit` is None where nothing is said. A planner that does not search may disregard it: a plan that needs
-    more is refused by whoever asked.
+    `memory_limit` is None if the user gives none. A planner that does not search may ignore it: the caller refuses a
+    plan that needs more.
     """
 
     memory_limit: int | None = None
@@ -45,15 +45,15 @@ class PlanOptions:
 
 
 PLAIN = PlanOptions()
-"""The options of a call that asks for nothing."""
+"""The options of a call that sets none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan and the variant of the step that it is of.
+    """A plan and the variant of the step that it plans.
 
-    A plan that was `searched` for may be another one where less memory is asked for. `memory_limit` is what it was to
-    keep to, None where nothing was said.
+    A plan that was `searched` for may turn out differently for less memory. `memory_limit` is the limit that it was to
+    keep, None without one.
     """
 
     plan: AnyPlan
@@ -63,12 +63,12 @@ class Planned:
 
     @classmethod
     def of(cls, plan: AnyPlan, step: Step, **search: Any) -> Self:
-        """A plan that says which variant of a step it is of."""
+        """The plan, with the record of the variant of the step that it plans."""
         return cls(plan=plan.of_variant(step.chosen), step=step, **search)
 
 
 def limit_nbytes(*limits: object) -> int | None:
-    """The bytes of the first limit that is none of None: a number, or words (`"12 GiB"`). Raises PlanningError."""
+    """The bytes of the first limit that is not None: a number, or text (`"12 GiB"`). Raises PlanningError."""
     written = next((limit for limit in limits if limit is not None), None)
     if written is None:
         return None
@@ -89,7 +89,7 @@ class Planner(Protocol):
 
 
 def named(planner: Planner) -> str:
-    """A planner as it would be written, what is as usual left out: `Megatron(data=4, tensor=2)`."""
+    """A planner as it would be written, without default values: `Megatron(data=4, tensor=2)`."""
     if not is_dataclass(planner):
         return type(planner).__name__
     usual = {field.name: field.default for field in fields(planner)}
@@ -103,9 +103,9 @@ def named(planner: Planner) -> str:
 
 
 def takes_graphs(plan: Method) -> Method:
-    """The method `plan(step, cluster, options)` of a planner, which takes a graph in place of the step, too.
+    """The method `plan(step, cluster, options)` of a planner, which also takes a graph in place of the step.
 
-    It gives the plan alone then, and warns: that was what planners took before there were steps.
+    In that case it returns the plan alone, and warns: that was the interface before there were steps.
     """
 
     @wraps(plan)

@@ -1,4 +1,6 @@
-"""Warnings of plans by hand that leave whole on every device what they are there to cut: state, or the batch's work."""
+"""Warnings of hand-made plans that leave whole on every device what they are meant to cut: state, or the
+batch's work.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ Work = tuple[float, bool, str, str]
 
 
 def warn_of_whole_state(plan: Plan, graph: Graph, state: Sequence[int]) -> None:
-    """Warns where a good part of what ZeRO should cut is whole on every device, as no axis divides it; a key or a count
-    has nothing to cut.
+    """Warns where more than the share `LARGE` of the state that ZeRO should cut is whole on every device, as no axis
+    divides it.
+
+    Keys and counts have nothing to cut, and are left out.
     """
     at = dict(zip(graph.inputs, plan.inputs, strict=True))
     arrays = [v for v in state if graph.types[v].rank]
@@ -50,7 +54,7 @@ def warn_of_whole_state(plan: Plan, graph: Graph, state: Sequence[int]) -> None:
 
 
 def warn_of_whole_work(plan: Plan, step: Step) -> None:
-    """Warns where most work of products is done by every device, and names the line with most of it."""
+    """Warns where every device does most of the work of products, and names the line with most of it."""
     if plan.mesh.size == 1:
         return
     works = list(_works(step.graph, plan.layout))
@@ -69,7 +73,7 @@ def warn_of_whole_work(plan: Plan, step: Step) -> None:
 
 
 def _works(graph: Graph, layout: Layout, times: float = 1.0, loop: str = "") -> Iterator[Work]:
-    """The work of each product of a graph that runs so many times, those inside loops and branches included."""
+    """The work of each product of a graph that runs `times` a step, those in loops and branches included."""
     for node, rule, placement in zip(graph.nodes, rules_of(graph), layout.placements, strict=True):
         control = control_of(node, graph)
         if control is not None:

@@ -172,7 +172,7 @@ class ShardingRule:
         return len({self.factors[factor].reduction for factor in cut} - {""}) <= 1
 
     def fulfils(self, assignment: Assignment, mesh: Mesh) -> bool:
-        """Whether the result lies as the user wants it, and what runs once is cut by every axis."""
+        """Whether the result is placed as the user wants it, and what runs once is cut by every axis."""
         if self.once and len(assignment) < len(mesh.axes):
             return False
         dims = _dims(self.results[0], assignment) if self.is_bound else ()
@@ -182,12 +182,12 @@ class ShardingRule:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the user says how the result lies."""
+        """Whether the user says how the result is placed."""
         return self.constrained is not None or self.cut_by is not None
 
     @property
     def is_layout(self) -> bool:
-        """Whether it is no kernel: it says how its operand lies, or puts it in another order as it is read."""
+        """Whether it is no kernel: it only states the layout of its operand, or permutes its dimensions."""
         return self.permutes or self.is_bound
 
     def assignments(self, mesh: Mesh) -> list[Assignment]:
@@ -239,9 +239,9 @@ MOST_KNOWN = 1 << 14
 
 
 def rule(*primitives: str, free: bool = False) -> Callable[[RuleFunction], RuleFunction]:
-    """The decorator that registers a rule for primitives, by name. Raises PlanningError for one that has a rule.
+    """The decorator that registers a rule for primitives, by name. Raises PlanningError for a primitive that has one.
 
-    What is `free` costs nothing where it is fed by literals alone: it is made in whatever placement its readers want.
+    A `free` primitive costs nothing where its operands are literals: it is made in whatever placement its readers need.
     """
 
     def register(function: RuleFunction) -> RuleFunction:
@@ -263,7 +263,7 @@ def define(primitive: str, function: RuleFunction) -> None:
 
 
 def made_anywhere(node: Node) -> bool:
-    """Whether a node that is fed by literals alone is made in whatever placement its readers want, at no cost."""
+    """Whether a node of literals alone is made in whatever placement its readers need, at no cost."""
     return node.primitive in _FREE
 
 

@@ -1,4 +1,4 @@
-"""The sharding spec of a value on a mesh, and reshardings: the cheapest chain of steps from one spec to another."""
+"""Sharding specs of values on a mesh, and reshardings: the cheapest chain of steps from one spec to another."""
 
 from passes.sharding.behind import PACKED_NBYTES, Behind
 from passes.sharding.on_mesh import boundaries, is_placed, spec_on

@@ -1,8 +1,8 @@
-"""Seconds of collectives that are sent together with others, and of those that are hidden behind computing.
+"""Seconds of collectives that are combined with others, and of those that are hidden behind computing.
 
 XLA's GPU and TPU compilers send the arrays of a combined all-reduce together. Its CPU compiler combines as many, but
-its runtime reduces one array after another, and at each of them all devices wait for each other: there a program packs
-small ones into one array itself (`passes/placement/reshardings.py`).
+its runtime reduces one array after another, and at each of them all devices wait for each other: so there a program
+packs small arrays into one itself (`passes/placement/reshardings.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKED_NBYTES = 64 * 2**10
 the time, smaller ones less, of 128 KiB 0.89 to 1.54 (`python -m benchmarks.buckets`, 8 devices on 2 cores)."""
 
 _INSTANT = 1e-12
-"""Seconds that nothing takes: what is sent in less is as good as sent."""
+"""Seconds that count as none."""
 
 
 def packs(mesh: Mesh) -> bool:
@@ -31,11 +31,12 @@ def packs(mesh: Mesh) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behind:
-    """The computing that a resharding's collectives of some `kinds` are hidden behind: products of `flops`, by dtype.
+    """The computing that hides a resharding's collectives of some `kinds`: products of `flops`, by dtype, on all
+    devices.
 
-    These are of all devices. Beside them `sent_nbytes` are sent in all, as they are before they are cut; the compiler
-    may send an array in one collective with others, of `combined_nbytes` together (0: by itself), or the program pack
-    it with those up to `PACKED_NBYTES` each, of `small_nbytes` together.
+    Meanwhile `sent_nbytes` are sent in all, before they are cut. The compiler may send an array in one collective with
+    others of `combined_nbytes` together (0: by itself), or the program may pack it with others of up to `PACKED_NBYTES`
+    each, of `small_nbytes` together.
     """
 
     kinds: tuple[collectives.Kind, ...]
@@ -45,7 +46,7 @@ class Behind:
     small_nbytes: int = 0
 
     def together(self, kind: collectives.Kind, nbytes: Seconds, mesh: Mesh, axes: tuple[str, ...]) -> Seconds:
-        """The seconds that arrays take in a collective with others; infinite where each is sent by itself."""
+        """The seconds that arrays take in a collective with others; infinite if each is sent by itself."""
         group = mesh.group(axes)
         if kind == "all_reduce" and packs(mesh):
             share = collectives.bucket_share(kind, nbytes, group, self.small_nbytes)
@@ -54,7 +55,7 @@ class Behind:
         return collectives.bucket_share(kind, nbytes, group, bucket_nbytes)
 
     def hidden(self, everything: Seconds, mesh: Mesh) -> Seconds:
-        """The part that is hidden of what takes these seconds in all: no more than the products beside it take."""
+        """The hidden part of collectives that take these seconds in all: no more than the products take meanwhile."""
         device = mesh.cluster.group().device
         computing = sum(flops / device.matmul_flops_per_second(dtype) for dtype, flops in self.flops)
         return np.minimum(device.collective_overlap, computing / mesh.size / np.maximum(everything, _INSTANT))

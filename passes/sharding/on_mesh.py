@@ -15,7 +15,7 @@ def boundaries(mesh: Mesh) -> frozenset[int]:
 
 
 def is_placed(dims: Sequence[tuple[str, ...]], placement: DevicePlacement, mesh: Mesh) -> bool:
-    """Whether axes that cut the dimensions so give every device the piece that it should have."""
+    """Whether each device has the piece that it should if these axes cut the dimensions."""
     if not placement.is_whole and placement.devices != mesh.size:
         return False
     pairs = zip(dims, placement.dims, strict=True)
@@ -23,7 +23,7 @@ def is_placed(dims: Sequence[tuple[str, ...]], placement: DevicePlacement, mesh:
 
 
 def spec_on(placement: DevicePlacement, mesh: Mesh) -> ShardingSpec | None:
-    """The spec that places an array so, what is left open whole; None where the mesh has no such axes."""
+    """The spec that places an array so, with open dimensions whole; None where the mesh has no such axes."""
     dims = tuple(_axes(runs or (), mesh) for runs in placement.dims)
     spec = ShardingSpec(dims=dims)
     closed = DevicePlacement(devices=placement.devices, dims=tuple(runs or () for runs in placement.dims))
@@ -43,7 +43,7 @@ def _runs(axes: Sequence[str], mesh: Mesh) -> Runs:
 
 
 def _axes(runs: Runs, mesh: Mesh) -> tuple[str, ...]:
-    """The axes that lie within the runs, major first."""
+    """The axes that lie within the runs of devices, major first."""
     strides = _strides(mesh)
     return tuple(
         axis

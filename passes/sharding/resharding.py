@@ -30,9 +30,10 @@ Indices = NDArray[np.intp]
 T = TypeVar("T")
 
 _LOCAL_LAUNCHES = 0.25
-"""Launches of a kernel that a step without a collective costs beside its copy, assumed: XLA fuses most such steps with
-what reads them. It is more than nothing so that of equal ways the one of fewer steps wins. `python -m
-benchmarks.settings` shows that plans hardly depend on it."""
+"""Kernel launches that a step without a collective costs beside its copy, assumed: XLA fuses most such steps with their
+readers. It is above zero so that of equally fast chains the one of fewer steps is taken. `python -m
+benchmarks.settings` shows that plans hardly depend on it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,7 @@ class Step:
 
 @lru_cache(maxsize=1 << 16)
 def placed(dims: tuple[tuple[str, ...], ...], partial: tuple[str, ...], reduction: str) -> ShardingSpec:
-    """The canonical spec: partial axes sorted, and `add` where nothing is partial."""
+    """The canonical spec: partial axes are sorted, and the reduction is `add` if nothing is partial."""
     return ShardingSpec(dims=dims, partial=tuple(sorted(partial)), reduction=reduction if partial else "add")
 
 
@@ -98,10 +99,10 @@ class _Routes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moves:
-    """The single steps on one mesh; `parts` [placements, dimensions] is how many devices cut each dimension.
+    """The single steps on one mesh; `parts` [placements, dimensions] is the number of devices that cut each dimension.
 
-    `payload_parts` [moves] are the devices that share what is moved, `seam_parts` those that cut what stands before
-    the seams.
+    `payload_parts` [moves] are the devices that share what is sent; `seam_parts` are those that cut the dimensions
+    before the seams.
     """
 
     routes: _Routes
@@ -111,7 +112,7 @@ class _Moves:
 
 
 class Resharder:
-    """The costs and steps of every resharding on one mesh, computed once."""
+    """The seconds and steps of every resharding on one mesh, each computed once."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -122,7 +123,7 @@ class Resharder:
         self._kept: dict[object, object] = {}
 
     def kept(self, make: Callable[[Resharder], T]) -> T:
-        """The result of `make` for this mesh, computed once: a cache for other passes, as long-lived as this."""
+        """The result of `make` for this mesh, computed once: a cache for other passes, which lives as long as this."""
         if make not in self._kept:
             self._kept[make] = make(self)
         return cast("T", self._kept[make])
@@ -138,7 +139,7 @@ class Resharder:
     def seconds(self, type: TensorType, reduction: str = "add", behind: Behind | None = None) -> Seconds:
         """Seconds of the cheapest chain, [placements before, placements after]; infinite where no axis divides.
 
-        Of one behind computing, those that the step is longer for it: `steps` has the same chain for both.
+        If it is `behind` computing, only the seconds that prolong the step; `steps` has the same chain for both.
         """
         device = self.mesh.cluster.group().device
         if not (device.bucket_nbytes or device.collective_overlap or packs(self.mesh)):
@@ -153,7 +154,7 @@ class Resharder:
     def cost(self, type: TensorType, before: ShardingSpec, after: ShardingSpec, behind: Behind | None = None) -> float:
         """Seconds of the cheapest chain from `before` to `after`; infinite where there is none.
 
-        Of one behind computing, those that the step is longer for it.
+        If it is `behind` computing, only the seconds that prolong the step.
         """
         if before == after:
             return 0.0
@@ -169,7 +170,7 @@ class Resharder:
         after: Sequence[ShardingSpec],
         behind: Behind | None = None,
     ) -> Seconds:
-        """Seconds of the cheapest chain for every pair [before, after], as `cost` has them."""
+        """Seconds of the cheapest chain for every pair [before, after], as `cost` computes them."""
         if all(spec.reduction == "add" for spec in (*before, *after)):
             index = self._moves_of(type.rank, "add").routes.index
             rows, columns = ([index[spec] for spec in specs] for specs in (before, after))
@@ -191,7 +192,7 @@ class Resharder:
         return tuple(chain)
 
     def is_packed(self, type: TensorType, after: ShardingSpec, steps: Sequence[Step]) -> bool:
-        """Whether a program packs a reduction of a value by these `steps` with others, if they do not wait for it."""
+        """Whether a program packs a reduction of a value by these `steps` with others that do not wait for it."""
         small = packs(self.mesh) and after.local_nbytes(type, self.mesh) <= PACKED_NBYTES
         return small and {step.kind for step in steps} == {"all_reduce"}
 
@@ -202,7 +203,7 @@ class Resharder:
         return self._moves[key]
 
     def _shortest(self, type: TensorType, reduction: str, single: Seconds) -> Seconds:
-        """Seconds of the cheapest chain between any two placements, of the seconds of every single step."""
+        """Seconds of the cheapest chain between any two placements, from the seconds of every single step."""
         routes = self._moves_of(type.rank, reduction).routes
         total = np.full((len(routes.placements), len(routes.placements)), np.inf)
         np.minimum.at(total, (routes.source, routes.target), single)
@@ -238,7 +239,9 @@ class Resharder:
         return self._chains[key]
 
     def _single_steps(self, type: TensorType, reduction: str, behind: Behind | None) -> Seconds:
-        """Seconds of every single step; infinite where an axis does not divide its dimension, or it is forbidden."""
+        """Seconds of every single step; infinite where an axis does not divide its dimension, or the kind is
+        forbidden.
+        """
         if behind is not None:
             return self._step_seconds(type, self._moves_of(type.rank, reduction), behind)
         key = (type, reduction)

@@ -1,5 +1,7 @@
-"""The solver of sharding problems: one strategy for each node at the least total seconds, within budgets of bytes, with
-a bound. It knows neither graphs nor meshes.
+"""The solver of sharding problems: one strategy for each node at the least total seconds, within memory budgets, with a
+lower bound.
+
+It knows neither graphs nor meshes.
 """
 
 from passes.solver.options import SolverOptions

@@ -54,10 +54,10 @@ class _Part:
 
 
 class Branching:
-    """The parts of a relaxed `program`'s answers that are still open, and the bound of those that cannot be divided.
+    """The open parts of a relaxed `program`'s answers, and the bound of those that cannot be divided.
 
-    `offer` takes an answer and says how many seconds it takes, infinite beyond a budget. None is looked for that takes
-    `cutoff` or more, or once the best is within `gap` of the `bound`.
+    `offer` takes an answer and returns its seconds, infinite if it exceeds a budget. Answers of `cutoff` seconds or
+    more are not looked for, nor any once the best is within `gap` of the `bound`.
     """
 
     def __init__(
@@ -74,7 +74,9 @@ class Branching:
         self.count = self.pushed = 0
 
     def run(self, objective: float, bound: float, clock: Clock) -> None:
-        """Looks at parts, from all answers on, of which the best known takes `objective` and none less than `bound`."""
+        """Divides parts, starting with all answers, of which the best known takes `objective` and none less than
+        `bound`.
+        """
         self.objective, steps, self.program.cutoff = objective, self.program.iterations, math.inf
         self.next = _Part(bound=bound, seconds=self.problem.seconds)
         gap_before, after = math.inf, 0
@@ -94,12 +96,12 @@ class Branching:
 
     @property
     def upper(self) -> float:
-        """The seconds from which on no answer is of use."""
+        """The seconds from which answers are of no use."""
         return min(self.objective, self.cutoff)
 
     @property
     def bound(self) -> float:
-        """Seconds that no answer goes below but those of no use; infinite where there is no answer."""
+        """A lower bound in seconds on all answers of use; infinite where there is none."""
         lowest = self.heap[0][0] if self.heap else math.inf
         return min(lowest, self.indivisible, self.upper, self.next.bound if self.next else math.inf)
 

@@ -1,4 +1,4 @@
-"""The time that a search has taken, and whether it exceeds its user's limit."""
+"""The seconds that a search has taken, and whether they exceed its user's limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_SECONDS = 0.1
 class Clock:
     """The seconds spent on building programs and on solving them, at most `limit` if there is one.
 
-    A search that is gone on with goes on with its clock: what lies between does not count.
+    A search that is continued continues its clock: the time between does not count.
     """
 
     limit: float | None
@@ -22,7 +22,7 @@ class Clock:
     _start: float = field(default_factory=time.perf_counter, init=False)
 
     def go_on(self) -> None:
-        """Starts to count again, in addition to the time so far."""
+        """Starts to count again, in addition to the seconds so far."""
         self._start = time.perf_counter() - self.build_seconds - self.solve_seconds
 
     def built(self) -> None:

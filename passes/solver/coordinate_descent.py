@@ -19,8 +19,8 @@ _PENALTY = 1e3
 def coordinate_descent(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
     """An answer that costs at most as much: each node in turn takes its best strategy, until none changes.
 
-    Where budgets are exceeded, bytes come first. A node is looked at again once one that it shares a value with has
-    moved, or any at all where budgets tie them together.
+    Where budgets are exceeded, bytes come first. A node is looked at again once a node that it shares a value with has
+    changed, or any node where budgets couple them.
     """
     current, around = list(choice), problem.around
     tables, usage = _Tables(problem, current), _Usage(problem, current)
@@ -42,8 +42,8 @@ def coordinate_descent(problem: ShardingProblem, choice: Sequence[int]) -> tuple
 
 
 class _Tables:
-    """The cost of every strategy of a node while the others stay: computed anew once one that it shares a value with
-    has moved.
+    """The cost of every strategy of a node while the others stay, cached until a node that it shares a value with
+    changes.
     """
 
     def __init__(self, problem: ShardingProblem, choice: list[int]) -> None:
@@ -60,7 +60,7 @@ class _Tables:
         return self.known[node]
 
     def moved(self, node: int) -> None:
-        """Forgets the cost of those that share a value with a node."""
+        """Forgets the costs of the nodes that share a value with this one."""
         for edge in (edge for edges in self.problem.around[node] for edge in edges):
             for other in {edge.source, edge.target} - {node}:
                 self.known.pop(other, None)

@@ -1,8 +1,8 @@
-"""The batch along the axis in time, operator by operator: where each value is cut, or why it cannot be.
+"""The batch along the axis of time, operator by operator: how each value is cut into microbatches, or why it cannot be.
 
 `BatchWalk` goes through a graph in order. A value is the same in all microbatches, cut along one of its dimensions, or
-a sum of which each microbatch has a summand; sharding rules say which of these a node makes of which, as they do for
-axes of devices. A node that has no place among microbatches is computed before the loop over them, or after it, or
+a sum of which each microbatch has a summand; sharding rules say how a node's results follow from its operands, as they
+do for axes of devices. A node that cannot run on microbatches is computed before the loop over them, or after it, or
 refused.
 """
 
@@ -18,7 +18,7 @@ from passes.sharding import ANY, ShardingSpec, replicated
 from passes.transforms.time_axis import AXIS, Coupling, Time, whole
 
 PICKED = "rows are picked by an index that may be of any row of the batch, as of a permutation of it"
-"""The reason why what reads them has no place in a microbatch."""
+"""The reason why readers of rows that are picked by an index have no place in a microbatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,24 +30,24 @@ class Refusal:
 
 
 def location(node: Node) -> str:
-    """A node in words: its primitive, its line, and the module that it is in."""
+    """A node as text: its primitive, its source line, and its module."""
     where = " at ".join(filter(None, (node.primitive, node.source)))
     return where + (f" ({node.scope})" if node.scope else "")
 
 
 class BatchWalk:
-    """The placements of a graph's values in time, found node by node.
+    """The placements of a graph's values on the axis of time, found node by node.
 
-    `home` is where each value is made. `varying` values differ between microbatches; `later` nodes need all of them.
-    `up_front` nodes are computed before the loop on the whole batch: a walk that has use for more wants them
-    (`wanted_up_front`), and is begun again with them. Inside a loop or branch of the user's there is neither a before
-    nor an after: a node that needs either is refused. With `waits`, what reduces the batch in any way has a place, and
-    nothing is wanted up front. Refusals of the apply phase are `delayed`, which may wait unless the backward pass needs
-    what is refused.
+    `home` is the placement in which each value is made. `varying` values differ between microbatches; `later` nodes
+    need all of them. `up_front` nodes are computed before the loop on the whole batch: a walk that could use more
+    collects them (`wanted_up_front`), and is repeated with them. Inside a loop or branch of the user's there is neither
+    before nor after: a node that needs either is refused. With `waits`, whatever reduces the batch in any way has a
+    place, and nothing is wanted up front. Refusals of the apply phase are `delayed`: they do not matter unless the
+    backward pass needs the refused node.
 
-    What a barrier or a loop makes `beside` varying values, and what comes of that alone, does not vary, and is made
-    inside the loop nevertheless: weights that enter the barrier of a recomputed layer with its activations would bring
-    all of the forward pass before it.
+    Results of a barrier or loop that stand `beside` varying values, and values made of these alone, do not vary, and
+    are still computed inside the loop: weights that enter the barrier of a recomputed layer with its activations would
+    otherwise bring all of the forward pass before it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BatchWalk:
         return self.home[value] if value in self.home else self.whole_spec(value)
 
     def _visit(self, index: int, node: Node) -> None:
-        """Finds the place of a node: after the loop, before it, inside it, or nowhere."""
+        """Decides where a node is computed: after the loop, before it, inside it, or not at all."""
         if self.later and any(self.graph.producers.get(value) in self.later for value in node.inputs):
             self._postpone(index, node)
         elif index in self.up_front or self.varying.isdisjoint(node.inputs):
@@ -109,7 +109,7 @@ class BatchWalk:
             self._postpone(index, node)
 
     def _keep_whole(self, index: int, node: Node) -> None:
-        """Leaves a node before the loop, where nothing is cut, or inside if it is beside what varies."""
+        """Leaves a node before the loop, where nothing is cut, or inside if it stands beside varying values."""
         self.home.update((v, self.whole_spec(v)) for v in node.outputs)
         is_beside = index not in self.up_front and not self.beside.isdisjoint(node.inputs)
         if self.inside or is_beside:
@@ -128,7 +128,7 @@ class BatchWalk:
         (self.delayed if may_wait else self.refusals).append(refusal)
 
     def _varying_results(self, index: int, node: Node) -> Iterable[int]:
-        """The results of a node that vary; some results of a loop or barrier have nothing to do with the batch."""
+        """The results of a node that vary; some results of a loop or barrier do not depend on the batch."""
         if index in self.loops:
             loop = self.loops[index]
             port_uses = zip(node.outputs, loop.control.results, strict=True)
@@ -138,9 +138,11 @@ class BatchWalk:
         return node.outputs
 
     def _ask_up_front(self, index: int, node: Node) -> bool:
-        """Whether the operands that stand in the way can be computed before the loop: they come from the batch alone,
-        or without products, as a count of rows that is added to the state's. So can a node itself that reduces those
-        to what is no sum, such as the largest, or puts rows in another order.
+        """Whether the operands that stand in the way can be computed before the loop; if so, they are wanted up front.
+
+        They can if they come from the batch alone, or without products, such as a count of rows that is added to the
+        state's. So can a node itself that reduces those to something other than a sum, such as a maximum, or reorders
+        rows.
         """
         if self.waits:
             return False
@@ -156,7 +158,7 @@ class BatchWalk:
         return True
 
     def _place(self, index: int, node: Node) -> Placement | Refusal:
-        """The place on the axis of a node that meets the batch, or why it has none."""
+        """The placement on the axis of a node that meets the batch, or why it has none."""
         rule = self.rules[index]
         if rule.once:
             return Refusal(node=node, reason=rule.reason)
@@ -176,7 +178,7 @@ class BatchWalk:
         return Refusal(node=node, reason=_why_not(self, node, rule))
 
     def _place_loop(self, index: int, node: Node, control: Control) -> Placement | Refusal:
-        """The place of a loop or branch, or why it has none."""
+        """The placement of a loop or branch, or why it has none."""
         loop = _settled(self, node, control)
         if isinstance(loop, Refusal):
             return loop
@@ -187,10 +189,11 @@ class BatchWalk:
         return placement
 
     def _cut(self, index: int, node: Node, *, is_any: bool) -> Placement | None:
-        """The place of a node that computes a microbatch by itself, or reduces it by a sum, or in any way if `is_any`;
-        None where there is none.
+        """The placement of a node that computes each microbatch by itself, or reduces it by a sum, or in any way if
+        `is_any`; None if there is none.
 
-        The one microbatch that there may be fits anywhere: it stays where it lies if it can, as a loop's carries do.
+        If there is one microbatch, any placement is possible: the node keeps that of its operands if it can, as a
+        loop's carries do.
         """
         rule = self.rules[index]
         fitting: list[Placement] = []
@@ -207,7 +210,7 @@ class BatchWalk:
         return replace(placement, results=tuple(map(_of_its_own, placement.results)))
 
     def _lies(self, value: int, target: ShardingSpec) -> bool:
-        """Whether a value is in a placement as it is made."""
+        """Whether a value is made in a placement."""
         return value not in self.varying or self.home[value] == target
 
     def is_sum(self, value: int) -> bool:
@@ -215,7 +218,7 @@ class BatchWalk:
         return value in self.varying and bool(self.home[value].partial)
 
     def fits(self, value: int, target: ShardingSpec) -> bool:
-        """Whether a value can be had in a placement while a microbatch runs."""
+        """Whether a value can be brought to a placement while a microbatch runs."""
         if value not in self.varying:
             return True
         spec = self.home[value]
@@ -232,8 +235,8 @@ class BatchWalk:
 
 
 def _costly_beside_the_batch(graph: Graph, rules: Mapping[int, ShardingRule], batch: Collection[int]) -> frozenset[int]:
-    """The values that are not to be computed twice: they come from more than the batch and random keys, by way of
-    products or loops.
+    """The values that must not be computed twice: they depend on more than the batch and random keys, through products
+    or loops.
     """
     beside = {v for v in graph.inputs if v not in batch and not graph.types[v].is_key}
     costly: set[int] = set()
@@ -247,7 +250,7 @@ def _costly_beside_the_batch(graph: Graph, rules: Mapping[int, ShardingRule], ba
 
 
 def _why_not(walk: BatchWalk, node: Node, rule: ShardingRule) -> str:
-    """The reason why a node has no place on the axis."""
+    """The reason why a node has no placement on the axis."""
     sums = [v for v in node.inputs if walk.is_sum(v)]
     if rule.reason:
         return rule.reason
@@ -259,7 +262,7 @@ def _why_not(walk: BatchWalk, node: Node, rule: ShardingRule) -> str:
 
 
 def _is_picked(walk: BatchWalk, value: int) -> bool:
-    """Whether a sum is of rows that are picked by an index: a microbatch adds those that it has."""
+    """Whether a sum is over rows that are picked by an index: a microbatch adds the ones that it has."""
     maker = walk.graph.producers.get(value)
     if maker is None:
         return False
@@ -268,13 +271,15 @@ def _is_picked(walk: BatchWalk, value: int) -> bool:
 
 
 def _of_its_own(spec: ShardingSpec) -> ShardingSpec:
-    """The placement of a result: whether any row goes on is asked of a microbatch's own rows."""
+    """The placement of a result; whether any row of a loop goes on is decided by a microbatch's own rows."""
     return replicated(len(spec.dims)) if spec.partial and spec.reduction == ANY else spec
 
 
 @dataclass(slots=True, kw_only=True)
 class LoopInTime:
-    """A loop or branch: where its ports stand in time, which of them `varying` microbatches change, its bodies."""
+    """A loop or branch on the axis of time: the placements of its ports, which of them are `varying`, and its
+    bodies.
+    """
 
     control: Control
     ports: dict[int, ShardingSpec]
@@ -337,7 +342,7 @@ class _Ports:
         return _Ports(specs=dict(self.specs), varying=set(self.varying))
 
     def enter(self, port: int, spec: ShardingSpec, is_varying: bool) -> None:
-        """Sets what a port holds when the loop begins."""
+        """Sets what a port has when the loop begins."""
         self.specs[port] = spec
         if is_varying:
             self.varying.add(port)
@@ -351,7 +356,9 @@ class _Ports:
         return inside
 
     def take(self, body: Body, inside: BatchWalk) -> bool:
-        """Whether what a body writes can be in these ports, which take it up: one that varies keeps its placement."""
+        """Whether the results of a body can be in these ports, which then have them: one that varies keeps its
+        placement.
+        """
         for port, value in zip(body.outputs, body.graph.outputs, strict=True):
             spec = inside.spec(value)
             if value not in inside.varying:

@@ -1,7 +1,8 @@
-"""Values that no microbatch changes and all want in pieces, made in pieces: a mask over the batch, or random bits.
+"""Values that do not vary between microbatches and are only read in pieces, made in pieces: a mask over the batch, or
+random bits.
 
-A second walk over placements in time, from the last node to the first, once the first walk has placed what microbatches
-do change.
+This is a second walk on the axis of time, from the last node to the first, after the first one has placed the values
+that vary.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ Demand = Mapping[int, set[ShardingSpec]]
 
 
 def sink(walk: BatchWalk, outputs: Sequence[ShardingSpec] | None = None) -> Demand:
-    """The demand for values once what is wanted in pieces only is made so: random bits are drawn a microbatch at a
-    time. The outputs of a body are wanted in these placements; those of a program, as they are.
+    """The placements in which values that are only read in pieces are made so: random bits are drawn a microbatch at a
+    time.
+
+    The outputs of a body are read in these placements; those of a program as they are.
     """
     demanded: dict[int, set[ShardingSpec]] = {}
     free = {v for i, node in enumerate(walk.graph.nodes) if is_free(walk.graph, i) for v in node.outputs}
@@ -49,7 +52,7 @@ def sink(walk: BatchWalk, outputs: Sequence[ShardingSpec] | None = None) -> Dema
 
 
 def _finished(walk: BatchWalk, index: int, demanded: Demand) -> Placement:
-    """A loop or branch with its bodies; results that microbatches do not change are cut as all want them."""
+    """A loop or branch with its bodies; results that do not vary are cut as all their readers want them."""
     node, loop = walk.graph.nodes[index], walk.loops[index]
     entering = {port for body in loop.control.bodies for port in body.inputs}
     for value, port_use in zip(node.outputs, loop.control.results, strict=True):
@@ -72,7 +75,7 @@ def _finished(walk: BatchWalk, index: int, demanded: Demand) -> Placement:
 
 
 def _in_pieces(walk: BatchWalk, index: int, demanded: Demand) -> Placement | None:
-    """A node that no microbatch changes, cut as everyone wants its result."""
+    """A node that does not vary, cut as all readers want its result."""
     node, rule = walk.graph.nodes[index], walk.rules[index]
     specs = set(itertools.chain.from_iterable(demanded.get(v, ()) for v in node.outputs))
     if len(node.outputs) != 1 or len(specs) != 1 or node.subgraphs or rule.alias:
@@ -91,9 +94,10 @@ def _in_pieces(walk: BatchWalk, index: int, demanded: Demand) -> Placement | Non
 
 
 def _narrow(loop: LoopInTime, demands: Sequence[Demand]) -> None:
-    """Takes in pieces what no microbatch changes and every body reads so, by their `demands`: a mask over the batch.
+    """Passes values that do not vary to bodies in pieces, if every body reads them so by its `demands`, like a mask
+    over the batch.
 
-    Whole, it would be as large as that of all microbatches, and each iteration would take its piece of it.
+    Whole, such a value would be as large as that of all microbatches, and each iteration would slice it.
     """
     written = {port for body in loop.control.bodies for port in body.outputs}
     demanded: dict[int, set[ShardingSpec]] = {}

@@ -1,10 +1,10 @@
-"""The batch axis in time: a step computed a microbatch at a time, or the operator that forbids it.
+"""Microbatches: a step computed a part of the batch at a time, or the operator that forbids it.
 
-A microbatch is a mesh axis in *time*, propagated by the same sharding rules as axes in space. Each value is then cut
-along the axis, the same for every microbatch, or a sum of which every microbatch holds a summand. Sums are added up
-after the last microbatch, so the step is exactly the full batch's: constants such as 1/B stay as they are. What uses a
-sum otherwise couples the microbatches. If it comes from the batch alone (a count of tokens) it is computed once, up
-front, on the whole batch; if it comes from parameters (batch normalisation) the meaning would change.
+A microbatch is an index on a mesh axis in *time*, propagated by the same sharding rules as axes in space. Each value is
+then cut along the axis, the same for every microbatch, or a sum of which every microbatch has a summand. Sums are added
+up after the last microbatch, so the step is exactly the full batch's: constants such as 1/B stay as they are. A node
+that uses such a sum otherwise couples the microbatches. If the sum comes from the batch alone (a count of tokens) it is
+computed once, up front, on the whole batch; if it comes from parameters (batch normalisation) the meaning would change.
 
     before    once, on whole values: what no microbatch changes
     loop      once a microbatch
@@ -53,10 +53,10 @@ def split(
     named: Sequence[bool] = (),
     coupling: Coupling = "exact",
 ) -> Split:
-    """The graph in `count` microbatches of its batch, which are the `named` inputs, else what looks like one.
+    """The graph in `count` microbatches of its batch, which is the `named` inputs, else those that look like one.
 
-    With `independent` coupling, a sum over the batch that a microbatch needs is taken to be its own sum times `count`,
-    and what comes of it is averaged.
+    With `independent` coupling, each microbatch takes its own sum, times `count`, in place of a sum over the batch that
+    it needs, and results are averaged.
 
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
@@ -85,10 +85,11 @@ def split(
 
 
 def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | None:
-    """The split of a graph that computes sums over microbatches for the loop; None if it has to be computed whole.
+    """The split of a graph that computes sums over microbatches for the loop; None if the graph must be computed whole.
 
-    `batch` are the positions of the inputs that are cut. Whole is right as well, but puts microbatches together by a
-    reshape of (microbatches, rows), which no device that has a part of each microbatch's rows can do by itself.
+    `batch` are the positions of the inputs that are cut. Computed whole it would be right as well, but a reshape of
+    (microbatches, rows) would join microbatches, which a device with a part of each microbatch's rows cannot do by
+    itself.
     """
     if any(has_effect(node) or node.subgraphs for node in graph.nodes):
         return None
@@ -115,7 +116,7 @@ def microbatch_stacks(graph: Graph) -> frozenset[int]:
 
 
 def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> BatchWalk:
-    """The place of everything in time if these inputs are cut; what uses a sum comes after the loop if it `waits`."""
+    """The walk with these inputs cut; if it `waits`, nodes that use a sum come after the loop."""
     time = Time(count, single=any(graph.types[graph.inputs[position]].shape[0] == 1 for position in batch))
     rules = time.rules(graph)
     cut = {position: _cut(graph.types[graph.inputs[position]].rank, 0) for position in batch}
@@ -175,9 +176,9 @@ def _regions(walk: BatchWalk, batch: tuple[int, ...]) -> Split:
 
 
 def _needs_the_batch_late(walk: BatchWalk) -> bool:
-    """Whether the backward pass has a node after the loop that is made of pieces of the batch.
+    """Whether the backward pass has a node after the loop that reads pieces of the batch.
 
-    What is made of sums alone can wait for them, as the gradients of two factors do for that of their product.
+    A node that reads sums alone can wait for them, as the gradients of two factors do for that of their product.
     """
     of_pieces = {v for v in walk.varying if any(walk.home[v].dims)}
     for index in sorted(walk.later):
@@ -204,7 +205,7 @@ class _AroundTheLoop:
                 self.need_after(self.graph.nodes[index].inputs)
 
     def need_up_front(self, value: int) -> None:
-        """Adds what a value is made of to what is computed before the loop."""
+        """Adds the nodes that a value is made of to those before the loop."""
         pending = [value]
         while pending:
             node = self.graph.producers.get(pending.pop())
@@ -213,7 +214,7 @@ class _AroundTheLoop:
                 pending.extend(self.graph.nodes[node].inputs)
 
     def need_after(self, values: Iterable[int]) -> None:
-        """Adds what values are made of to what is computed after the loop, up to what the loop makes."""
+        """Adds the nodes that values are made of to those after the loop, up to results of the loop."""
         walk, pending = self.walk, list(values)
         while pending:
             value = pending.pop()
@@ -229,9 +230,11 @@ class _AroundTheLoop:
                 pending.extend(self.graph.nodes[node].inputs)
 
     def _waits(self, index: int) -> bool:
-        """Whether a node only adds what no microbatch changes to sums over them, as the gradient of a penalty on
-        weights to that of the loss. In the loop it would be added by the first microbatch, and sums of devices' own
-        rows be reduced in each one to be added to what all devices have.
+        """Whether a node only adds a value that does not vary to a sum over microbatches, as the gradient of a penalty
+        on weights is added to that of the loss.
+
+        In the loop the first microbatch would add it, and devices' own sums would be reduced in every microbatch to be
+        added to it.
         """
         walk, node = self.walk, self.graph.nodes[index]
         placement = walk.placements.get(index)
@@ -243,7 +246,7 @@ class _AroundTheLoop:
 
 
 def _inside(walk: BatchWalk, around: _AroundTheLoop) -> set[int]:
-    """The nodes of the loop: those that make what is carried out of it; what else they read is made up front."""
+    """The nodes of the loop: those that make what leaves it. Their other operands are made up front."""
     graph, loop, live = walk.graph, set[int](), set(around.carried)
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
@@ -263,10 +266,10 @@ def _inside(walk: BatchWalk, around: _AroundTheLoop) -> set[int]:
 
 
 def _reordered(walk: BatchWalk, loop: set[int], live: set[int]) -> set[int]:
-    """The nodes that put what a loop reads in another order for it, as a tied weight's transpose, though no microbatch
-    changes them.
+    """The nodes that only permute dimensions for a reader inside the loop, such as a tied weight's transpose, though
+    they do not vary.
 
-    It costs nothing there, and two values up front would each be gathered, were the one that they are kept in parts.
+    They cost nothing there, and made up front, two values would be gathered in place of one that stays sharded.
     """
     return {
         index

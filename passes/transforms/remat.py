@@ -1,10 +1,10 @@
 """Recomputation: values of the forward pass that are computed again for the backward pass instead of being kept.
 
-A *layer* keeps everything, what its products with weights make (attention's own products are none: they have batch
-dimensions), or its inputs alone. The rest of what the backward pass reads is made by copies of the layer's nodes. They
-stand just before their first reader, behind an `optimization_barrier` that also waits for a cotangent: so they run
-late, and XLA does not merge them with the first ones. Chen's checkpoints every sqrt(n) layers and Megatron's selective
-recomputation are two of these choices.
+A *layer* keeps everything, the results of its products with weights (attention's own products have batch dimensions,
+and are none of these), or its inputs alone. The other values that the backward pass reads are recomputed by copies of
+the layer's nodes. They stand just before their first reader, behind an `optimization_barrier` that also waits for a
+cotangent: so they run late, and XLA does not merge them with the first ones. Chen's checkpoints every sqrt(n) layers
+and Megatron's selective recomputation are two of these choices.
 
 Reference: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (1604.06174); Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models" (2205.05198), section 5.
@@ -49,11 +49,11 @@ def kept_of(names: Sequence[str]) -> tuple[Kept, ...]:
 
 
 def layers(graph: Graph) -> tuple[int, ...]:
-    """The first node of every layer of the forward pass and, last, of what follows the last numbered module; empty for
-    none.
+    """The first node of every layer of the forward pass and, last, of what follows the last numbered module; empty if
+    there are none.
 
-    Layers are loops, each of which is one, for what its iterations keep, if most of the work is in those; or modules
-    that are numbered (`Block_0`, `Block_1`, ...); or even parts where little crosses.
+    Layers are loops, of which each is one, for what its iterations keep, if most of the work is in those; or numbered
+    modules (`Block_0`, `Block_1`, ...); or even parts where few bytes cross.
     """
     if not any(phase(graph.nodes[i]) == "forward" for i in forward_nodes(graph)):
         return ()
@@ -65,14 +65,14 @@ def layers(graph: Graph) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layering:
-    """The layers of a step of which it may be said what they keep: how many, and whether they are loops."""
+    """The layers of a step for which it can be chosen what they keep: how many, and whether they are loops."""
 
     count: int
     are_loops: bool
 
 
 def layering(graph: Graph) -> Layering:
-    """The layers of a program, or of the loop in it that goes forward and backward in each iteration."""
+    """The layers of a program, or of the loop in it that has a forward and a backward pass in each iteration."""
     index = _step_loop(graph)
     if index is not None:
         return layering(graph.nodes[index].subgraphs[0])
@@ -80,8 +80,8 @@ def layering(graph: Graph) -> Layering:
 
 
 def _step_loop(graph: Graph) -> int | None:
-    """The loop that goes forward and backward in each iteration, as one over parts of a batch whose gradients it adds
-    up; None where the program itself does, or several do.
+    """The loop that has a forward and a backward pass in each iteration, such as one over parts of a batch whose
+    gradients it adds up; None where the program itself has them, or several loops do.
     """
     if layers(graph):
         return None
@@ -133,8 +133,8 @@ def _looped(graph: Graph, choices: Sequence[tuple[Loop, Kept]]) -> Recomputed:
 
 @dataclass(slots=True, kw_only=True)
 class _Draft:
-    """A program while copies are added: `inserted[i]` stand before node i; late readers of v read `again[v]`, node i
-    reads `awaited[i][v]`.
+    """A program while copies are added: `inserted[i]` stand before node i; late readers of v read `again[v]`, and node
+    i reads `awaited[i][v]`.
     """
 
     graph: Graph
@@ -154,7 +154,7 @@ class _Draft:
         self.layer = {i: max(sum(first <= i for first in self.firsts) - 1, 0) for i in forward}
 
     def repeat(self, layer: int, kept: Kept) -> None:
-        """Adds copies of what the backward pass reads and a layer does not keep."""
+        """Adds copies of the nodes whose results the backward pass reads and a layer does not keep."""
         graph = self.graph
         members = [i for i, number in self.layer.items() if number == layer]
         gone = {
@@ -173,7 +173,7 @@ class _Draft:
     def _runs(self, copied: Sequence[int]) -> Iterator[list[int]]:
         """The nodes by the passes that they belong to: a step may go forward and backward several times.
 
-        A pass ends where the backward pass has read what it made, and the next forward pass begins.
+        A pass ends where the backward pass has read its values, and the next forward pass begins.
         """
         run: list[int] = []
         read = len(self.graph.nodes)
@@ -202,7 +202,7 @@ class _Draft:
         return [r for r in self.graph.consumers.get(value, ()) if r in self.late]
 
     def _insert(self, copied: Sequence[int]) -> None:
-        """Adds copies of these nodes before the first node that reads what they make."""
+        """Adds copies of these nodes before the first reader of their results."""
         graph = self.graph
         copies = {v for i in copied for v in graph.nodes[i].outputs}
         readers = [r for v in copies for r in self._late_readers(v)]

@@ -1,8 +1,8 @@
-"""Recomputation inside loops over layers: the backward loop computes again what an iteration does not keep.
+"""Recomputation inside loops over layers: the backward loop recomputes what an iteration does not keep.
 
-A `scan` of the forward pass stacks what the `scan` of the backward pass reads, an iteration at a time. Less is stacked
-if the body of the second begins with copies of nodes of the first's. Two loops are two computations to XLA: nothing
-merges the copies with the first ones, so no barrier is needed.
+A `scan` of the forward pass stacks values that the `scan` of the backward pass reads, an iteration at a time. Less is
+stacked if the body of the second begins with copies of nodes of the first's. Two loops are two computations to XLA:
+nothing merges the copies with the first ones, so no barrier is needed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _scan(node: Node) -> Scan:
 
 
 def _gone(graph: Graph, loop: Loop, kept: Kept) -> dict[int, int]:
-    """The stacked results of the forward loop that need not be stacked, with the value of its body that each stacks."""
+    """The stacked results of the forward loop that need not be stacked, each with the value of its body."""
     early, late = graph.nodes[loop.forward], graph.nodes[loop.backward]
     (body,) = early.subgraphs
     first, fixed = _scan(early), _scan(late).fixed

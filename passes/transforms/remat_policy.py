@@ -18,7 +18,7 @@ _DIFFERENTIATED = re.compile(r"jvp\([^()]*\)")
 
 
 def is_kept(graph: Graph, index: int, kept: Kept) -> bool:
-    """Whether a node is never run again: what has an effect or costs nothing; with `matmuls`, loops and products.
+    """Whether a node is never recomputed: it has an effect or costs nothing or, with `matmuls`, is a loop or a product.
 
     Those are the products of dense layers and convolutions, which share no dimension with their result.
     """
@@ -30,8 +30,8 @@ def is_kept(graph: Graph, index: int, kept: Kept) -> bool:
 
 
 def transposed(scope: str) -> str:
-    """The name stack of a forward operator that the backward pass runs again, by which its stage is found.
+    """The name stack of a forward operator that the backward pass recomputes, by which its stage is found.
 
-    It is named as `jax.checkpoint` names its own, by which it is known that it computes nothing new.
+    It is named as `jax.checkpoint` names its own, which shows that it computes nothing new.
     """
     return f"{_DIFFERENTIATED.sub(lambda match: f'transpose({match[0]})', scope, count=1)}/{Node.RECOMPUTED}"

@@ -11,7 +11,8 @@ from passes.layers import forward
 
 @dataclass(slots=True, kw_only=True)
 class StageAssignment:
-    """The stages of a loop's body that begin at nodes `firsts`: `stage` of its nodes, `made` of the values they make.
+    """The stages of a loop's body that begin at nodes `firsts`: `stage` of its nodes, `made` of the values that they
+    make.
 
     Nodes that are made `anywhere` have none; `late` ones run after the backward pass has begun.
     """
@@ -52,9 +53,9 @@ class StageAssignment:
     def _at_hand(self, value: int, latest: int, reader: Node) -> int | None:
         """The last stage up to `latest` that made or read a value of the forward pass, a weight or the batch.
 
-        Where an operator of which `reader` may be the transpose reads it, that is its stage: the gradient of a weight
-        is where the weight is read, though what it was multiplied by is handed on, as the residual stream is. A literal
-        is everywhere, whoever reads it first.
+        If an operator of which `reader` may be the transpose reads it, that is its stage: the gradient of a weight is
+        where the weight is read, even if the other factor is handed on, as the residual stream is. A literal is
+        everywhere.
         """
         if value in self.body.literals or self.body.producers.get(value) in self.late:
             return None
@@ -66,7 +67,9 @@ class StageAssignment:
         return max(transposed or [*made, *(self.stage[r] for r in readers)], default=None)
 
     def _may_be_transposes(self, forward: Node, backward: Node) -> bool:
-        """Whether two operators may be transposes of each other: they are of a kind, and so are their arrays' sizes."""
+        """Whether two operators may be transposes of each other: they are of one kind, with arrays of the
+        same sizes.
+        """
         return forward.primitive == backward.primitive and self._sizes(forward) == self._sizes(backward)
 
     def _sizes(self, node: Node) -> list[int]:

@@ -35,11 +35,12 @@ class Draft:
 
 
 class LoopDrafts:
-    """The stages of a step with what each computes inside the loop, `types` and `body_types` those of new values too.
+    """The stages of a step with what each computes inside the loop; `types` and `body_types` include those of new
+    values.
 
-    `stage_of` holds the stage of the step's values that belong to one; `sums` add up what several have accumulated. The
-    values of the body in `made_late` come after its backward pass has begun. `rows` says along which dimension a value
-    that is sent has the rows of a microbatch.
+    `stage_of` has the stage of those of the step's values that belong to one; `sums` add up what several stages have
+    accumulated. The values of the body in `made_late` come after its backward pass has begun. `rows` says along which
+    dimension a value that is sent has the rows of a microbatch.
     """
 
     def __init__(self, graph: Graph, firsts: tuple[int, ...]) -> None:
@@ -62,7 +63,7 @@ class LoopDrafts:
         self.rows = rows_along(self.body, slices, sent)
 
     def made_anywhere(self, read: Iterable[int]) -> list[tuple[Origin, Node]]:
-        """The nodes of no stage that these values of the body come from."""
+        """The nodes without a stage from which these values of the body are made."""
         body, values, pending = self.body, set[int](), list(read)
         while pending:
             index = body.producers.get(pending.pop())
@@ -104,7 +105,7 @@ class LoopDrafts:
                     self.drafts[self.made[value]].sent.add(value)
 
     def _accumulate(self, position: int, leaving: int) -> None:
-        """One running sum, or one for each stage that has summands of it: of a cotangent that several stages have."""
+        """One running sum, or one for each stage that has summands of it, for a cotangent that several stages have."""
         body = self.body
         index = body.producers[leaving]
         node = body.nodes[index]
@@ -153,9 +154,10 @@ class LoopDrafts:
 
 
 class StepDrafts:
-    """The stages of a step with what each computes outside the loop: its own, and whatever of no stage that it needs.
+    """The stages of a step with what each computes outside the loop: its own nodes, and those without a stage that it
+    needs.
 
-    `order` holds the nodes outside the loop, the new sums among them, and `place` where each stands in it.
+    `order` has the nodes outside the loop, the new sums among them, and `place` the position of each in it.
     """
 
     def __init__(self, loop: LoopDrafts, state_pairs: StatePairs) -> None:
@@ -179,7 +181,7 @@ class StepDrafts:
         return self.stage_of[value] if value in self.stage_of else self._first_stage.get(value, 0)
 
     def input_stages(self) -> tuple[int, ...]:
-        """The stage where each input lives: where the next step's value of it is made, else where it is read first."""
+        """The stage of each input: that of its next step's value, else the first that reads it."""
         stage_of: dict[int, int] = {}
         for value in self.graph.inputs:
             stage_of[value] = next((at for at, draft in enumerate(self.drafts) if value in draft.needed), 0)
@@ -197,7 +199,7 @@ class StepDrafts:
         return numbered
 
     def _wanted(self, loop: LoopDrafts) -> Iterable[tuple[int, int]]:
-        """(stage, value of the step) for what loops read, and for the outputs."""
+        """(stage, value of the step) for every value that a loop reads, and for the outputs."""
         for at, draft in enumerate(self.drafts):
             read = {v for _, node in draft.body_nodes for v in node.inputs} | {v for v, _ in draft.rows}
             read |= {v for _, node in loop.made_anywhere(read) for v in node.inputs}

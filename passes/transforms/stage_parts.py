@@ -55,8 +55,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """The stages of a step; input i belongs to stage `input_stages[i]`, output o is made by `output_stages[o]`."""
+    """The stages of a step, which begin at the nodes `firsts` of the loop body, each a program (`parts`).
 
+    Input i of the step belongs to stage `input_stages[i]`, and output o is made by `output_stages[o]`.
+    """
+
+    firsts: tuple[int, ...]
     parts: tuple[Part, ...]
     input_stages: tuple[int, ...]
     output_stages: tuple[int, ...]

@@ -1,9 +1,9 @@
 """The cut of a step in microbatches into stages: programs that run on submeshes of their own, one after the other.
 
 Forward operators are cut where the layers are; everything else follows. A backward operator runs where its forward
-operator ran, an update where its gradient is, and what depends on no stage (a step counter) on every stage that needs
-it. Sums of a tied weight's gradients that several stages hold are accumulated apart and added once. What crosses
-stages inside the loop crosses once a microbatch, as a *stream*; what crosses outside it crosses once a step.
+operator ran, an update where its gradient is, and nodes that depend on no stage (a step counter) on every stage that
+needs them. Sums of a tied weight's gradients on several stages are accumulated separately and added once. A value that
+crosses stages inside the loop is sent once a microbatch, as a *stream*; one that crosses outside it, once a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from passes.transforms.stage_parts import Origin, Part, Stages
 
 
 def state_pairs_of(part: Part, graph: Graph, state_pairs: StatePairs) -> StatePairs:
-    """The (output, input) positions of a part that are one state, from those of the step."""
+    """The (output, input) positions of a part's state, from those of the step."""
     inputs = {value: i for i, value in enumerate(part.graph.inputs)}
     outputs = {value: i for i, value in enumerate(part.graph.outputs)}
     pairs = ((graph.outputs[o], graph.inputs[i]) for o, i in state_pairs)
@@ -33,7 +33,7 @@ def donations(part: Part, graph: Graph, donated: Sequence[bool]) -> tuple[bool, 
 def cut(graph: Graph, firsts: Sequence[int], state_pairs: StatePairs = ()) -> Stages:
     """The stages of a step, which begin at the body's nodes `firsts`; the first of these is 0.
 
-    Raises PlanningError for a step with callbacks: a stage is there for what it hands on.
+    Raises PlanningError for a step with callbacks: every stage would run them, or none.
     """
     if effect := next((node for node in graph.nodes if has_effect(node)), None):
         where = f" at {effect.source}" if effect.source else ""
@@ -44,6 +44,7 @@ def cut(graph: Graph, firsts: Sequence[int], state_pairs: StatePairs = ()) -> St
     loop = LoopDrafts(graph, tuple(firsts))
     step = StepDrafts(loop, state_pairs)
     return Stages(
+        firsts=tuple(firsts),
         parts=tuple(_part(loop, step, at) for at in range(len(firsts))),
         input_stages=step.input_stages(),
         output_stages=tuple(step.stage_of_output(v) for v in graph.outputs),

@@ -1,4 +1,4 @@
-"""The axis in time: microbatches as a mesh of one axis, on which values are cut as they are on devices."""
+"""The axis of time: microbatches as a mesh of one axis, on which values are cut as they are on devices."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ AXIS = "microbatch"
 """The name of the axis."""
 
 Coupling = Literal["exact", "independent"]
-"""Whether a sum over the batch is that of all microbatches, or each microbatch takes its own in its place."""
+"""The meaning of a sum over the batch: that of all microbatches, or each microbatch's own in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """The mesh of one axis in time, along which there are `count` microbatches: a value's `local_shape` on it is its
-    shape in one of them.
+    """The mesh of one axis of time with `count` microbatches: a value's `local_shape` on it is its shape in one of
+    them.
 
-    Where the batch is a `single` row, it is cut as any other dimension is, into the one piece that it has.
+    If the batch is a `single` row, that dimension is cut like any other, into one piece.
     """
 
     count: int
@@ -42,8 +42,9 @@ class Time:
         return self.count
 
     def steps(self, type: object, before: ShardingSpec, after: ShardingSpec) -> tuple[Step, ...]:
-        """The one step from a placement in time to another, of those that `BatchWalk.fits` allows. One microbatch has
-        the same array in all of them.
+        """The one step from a placement in time to another, of those that `BatchWalk.fits` allows.
+
+        With one microbatch the array is the same in all of them.
         """
         if self.count == 1:
             return ()
@@ -55,12 +56,12 @@ class Time:
         return (Step(kind="slice", axes=(AXIS,), to_dim=cut),)
 
     def is_packed(self, type: object, after: ShardingSpec, steps: Sequence[Step]) -> bool:
-        """Whether a sum is packed with others into one collective: it is not, as nothing is sent in time."""
+        """Whether a sum is packed with others into one collective: False, as nothing is sent in time."""
         return False
 
 
 def whole_layout(graph: Graph) -> Layout:
-    """Everything whole, bodies of loops and branches included."""
+    """The layout in which everything is whole, bodies of loops and branches included."""
     return Layout(
         inputs=_whole_specs(graph, graph.inputs),
         placements=tuple(whole(node, graph) for node in graph.nodes),
@@ -69,7 +70,7 @@ def whole_layout(graph: Graph) -> Layout:
 
 
 def whole(node: Node, graph: Graph) -> Placement:
-    """The placement of a node that reads and makes everything whole."""
+    """The placement of a node whose operands and results are whole."""
     return Placement(
         operands=_whole_specs(graph, node.inputs),
         results=_whole_specs(graph, node.outputs),

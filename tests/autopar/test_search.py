@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from models import gpt
+from passes.pipeline.draft_space import DraftSpace
 from passes.pipeline.drafting import Drafting
 from passes.solver import SolverOptions
 from tests.sample import slow
@@ -184,7 +185,7 @@ def test_pipelines_by_hand_near_the_best_bound_the_partition_of_a_large_step(mon
         calls.append(("partition",))
         return partition(self, search, context)
 
-    monkeypatch.setattr(Drafting, "is_large", property(lambda _: is_large))
+    monkeypatch.setattr(DraftSpace, "is_large", property(lambda _: is_large))
     monkeypatch.setattr(Drafting, "_by_hand", record_by_hand)
     monkeypatch.setattr(Drafting, "_partition", record_partition)
     config = replace(SMALL, layers=4)

@@ -20,10 +20,10 @@ from passes import inter_op
 from passes.cluster import Mesh, parse_cluster
 from passes.intra_op import assemble, best, layouts
 from passes.layers import in_blocks
-from passes.pipeline import Sample, body_of
-from passes.pipeline import block_costs as pricing
+from passes.pipeline import Sample, block_solver, body_of
 from passes.pipeline.assemble import layout_cost, restated
-from passes.pipeline.block_costs import ROUGH, BlockCosts, PriceRequest
+from passes.pipeline.block_costs import BlockCosts
+from passes.pipeline.block_solver import ROUGH, BlockSolver
 from passes.pipeline.blocks import Block
 from passes.pipeline.prefetch import price_layers
 from passes.pipeline.stage_table import StageCostTable
@@ -126,7 +126,7 @@ class EveryPrice(StageCostTable):
         return math.inf
 
 
-class PlannedCosts(BlockCosts):
+class PlannedSolver(BlockSolver):
     """The costs of blocks by their plans, as exact as these."""
 
     def _cost(self, first, mesh, cutoff):
@@ -152,7 +152,7 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
     whole = inter_op.Submesh(hosts=host.hosts, devices_per_host=host.devices_per_host)
     found = {}
     for lazy in (True, False):
-        block_costs = BlockCosts(options=SolverOptions())
+        block_costs = BlockCosts(BlockSolver(options=SolverOptions()))
         table = table_of(traced, graphs, cluster, 4, block_costs, StageCostTable if lazy else EveryPrice)
         if lazy:
             table.survey([choice.n_devices for choice in inter_op.submeshes(cluster)])
@@ -185,7 +185,7 @@ def test_stages_and_meshes_that_are_given_up_early_are_not_missed(cluster):
 def many_blocks():
     """What a step of six layers is cut into."""
     traced, graphs = in_microbatches(6, 4)
-    return table_of(traced, graphs, MESH.cluster, 3, BlockCosts(options=SolverOptions())).step.blocks(4)
+    return table_of(traced, graphs, MESH.cluster, 3, BlockCosts(BlockSolver(options=SolverOptions()))).step.blocks(4)
 
 
 def test_blocks_that_are_alike_have_the_same_price(many_blocks):
@@ -198,7 +198,7 @@ def test_blocks_that_are_alike_have_the_same_price(many_blocks):
     assert other.kind == block.kind
     assert other.part.graph.fingerprint != graph.fingerprint
     mesh = Mesh(axes=("x",), sizes=(4,), cluster=MESH.cluster)
-    one, same = (PlannedCosts(options=EXACT).price(each, mesh) for each in (block, other))
+    one, same = (BlockCosts(PlannedSolver(options=EXACT)).price(each, mesh) for each in (block, other))
     assert one.forward_seconds == pytest.approx(same.forward_seconds, rel=1e-9)
     assert one.backward_seconds == pytest.approx(same.backward_seconds, rel=1e-9)
     assert (one.persistent_nbytes, one.in_flight_nbytes) == (same.persistent_nbytes, same.in_flight_nbytes)
@@ -218,7 +218,7 @@ def test_the_kind_of_a_block_is_what_it_does(many_blocks):
 
 
 def test_rough_prices_are_close(many_blocks):
-    exact, rough = PlannedCosts(options=EXACT), BlockCosts(options=SolverOptions())
+    exact, rough = BlockCosts(PlannedSolver(options=EXACT)), BlockCosts(BlockSolver(options=SolverOptions()))
     for block in many_blocks[:2]:
         for mesh in layouts(MESH.cluster, 4, 2):
             one, other = (block_costs.price(block, mesh) for block_costs in (exact, rough))
@@ -231,15 +231,13 @@ def test_rough_prices_are_close(many_blocks):
 
 @pytest.mark.slow
 def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
-    """What is sent there and back is what is found here; the copy of the costs knows nothing."""
-    here = BlockCosts(options=SolverOptions())
+    """What is sent there and back is what is found here."""
+    here = BlockSolver(options=SolverOptions())
     for block in many_blocks[:3]:
         for mesh in layouts(MESH.cluster, 4, 2):
             there = pickle.loads(pickle.dumps(here))
-            assert there.solved == 0
             task = pickle.loads(pickle.dumps((block, mesh, math.inf)))
             assert pickle.loads(pickle.dumps(there.cost(*task))) == here.cost(block, mesh, math.inf)
-            here.price_all([PriceRequest(block, mesh, math.inf)])
     block, meshes = many_blocks[2], layouts(MESH.cluster, 4, 2)
     task = ("stage", Step(graph=block.part.graph, state_pairs=block.state_pairs, donated=()), meshes, SolverOptions())
     plan, same = here.plan(*task), pickle.loads(pickle.dumps(here)).plan(*pickle.loads(pickle.dumps(task)))
@@ -247,10 +245,10 @@ def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
 
 
 def test_what_is_dear_is_left_with_a_bound(many_blocks):
-    block, block_costs, meshes = many_blocks[2], BlockCosts(options=EXACT), layouts(MESH.cluster, 4, 2)
+    block, block_costs, meshes = many_blocks[2], BlockCosts(BlockSolver(options=EXACT)), layouts(MESH.cluster, 4, 2)
     assert len(meshes) > 1
     for mesh in meshes:
-        period = block.period(BlockCosts(options=EXACT).price(block, mesh))
+        period = block.period(BlockCosts(BlockSolver(options=EXACT)).price(block, mesh))
         assert block_costs.price(block, mesh, 0.9 * period) is None
         assert not block_costs.is_known(block, mesh)
         _, least = block_costs.lower_bound(block, mesh)
@@ -261,9 +259,9 @@ def test_what_is_dear_is_left_with_a_bound(many_blocks):
 @pytest.mark.slow
 def test_more_microbatches_take_no_less(monkeypatch: pytest.MonkeyPatch):
     """Prices in few microbatches are bounds of those in more, which is what `fewer` kinds are for."""
-    monkeypatch.setattr(pricing, "ROUGH", 0.0)  # a bound is as far below its price as that allows
+    monkeypatch.setattr(block_solver, "ROUGH", 0.0)  # a bound is as far below its price as that allows
     traced, graphs = in_microbatches(6, 4, 8)
-    table = table_of(traced, graphs, MESH.cluster, 3, BlockCosts(options=EXACT))
+    table = table_of(traced, graphs, MESH.cluster, 3, BlockCosts(BlockSolver(options=EXACT)))
     few, many = table.step.blocks(4), table.step.blocks(8)
     assert [block.fewer for block in many] == [(block.kind,) for block in few]
     for mesh in layouts(MESH.cluster, 4, 2):
@@ -278,7 +276,7 @@ def test_more_microbatches_take_no_less(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("cluster", [slow("1x8:v100-16g"), slow("2x4:a100-80g"), slow("4x2:v100-16g")])
 def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
     """What a survey's bounds are made of: on the best mesh, half of the devices take at most twice as long."""
-    cluster, block_costs = parse_cluster(cluster), BlockCosts(options=EXACT)
+    cluster, block_costs = parse_cluster(cluster), BlockCosts(BlockSolver(options=EXACT))
     for block in many_blocks[:3]:
         spent = [
             n * min(block.period(block_costs.price(block, mesh)) for mesh in layouts(cluster, n, 2))
@@ -290,7 +288,7 @@ def test_more_devices_save_no_more_than_their_share(many_blocks, cluster):
 @pytest.mark.slow
 def test_a_chain_of_blocks_costs_what_its_blocks_do():
     traced, graphs = in_microbatches(6, 4)
-    table = table_of(traced, graphs, MESH.cluster, 3, BlockCosts(options=EXACT))
+    table = table_of(traced, graphs, MESH.cluster, 3, BlockCosts(BlockSolver(options=EXACT)))
     blocks = table.step.blocks(4)
     kinds = [block.kind for block in blocks]
     middle = max(kinds, key=kinds.count)
@@ -315,7 +313,7 @@ def test_a_chain_of_blocks_costs_what_its_blocks_do():
 def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     traced, graphs = in_microbatches(4, 2)
     graph = graphs[2]
-    table = table_of(traced, graphs, MESH.cluster, 4, BlockCosts(options=SolverOptions()))
+    table = table_of(traced, graphs, MESH.cluster, 4, BlockCosts(BlockSolver(options=SolverOptions())))
     cut = stages.cut(graph, table.step.firsts(graph, table.step.cuts(2).layers, 2), traced.state_pairs)
     by_print = {}
     for part in cut.parts:

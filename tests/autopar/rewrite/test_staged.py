@@ -18,7 +18,8 @@ from passes.errors import OverBudgetError
 from passes.inter_op import SCHEDULES, is_chunked
 from passes.intra_op import layouts
 from passes.pipeline import Limits, StagedSearch, layers_of, samples_of
-from passes.pipeline.drafting import MOST_PLANNED_NODES, MOST_UNFIT
+from passes.pipeline.draft_space import MOST_PLANNED_NODES
+from passes.pipeline.drafting import MOST_UNFIT
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.samples import anchors, near
 from passes.pipeline.shapes import Draft, Shape
@@ -315,14 +316,16 @@ def test_few_drafts_of_a_large_step_are_planned_where_none_fits(nodes: int, monk
 
 def test_a_number_of_microbatches_that_cannot_be_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is one in which the step is cut otherwise: writing a step in microbatches takes long."""
-    drafting = searched(*CASES["plain"]).drafting
+    space = searched(*CASES["plain"]).drafting.space
     other = next(iter(searched(plain, ([f(1024, 1024)] * 2, f(6, 64, 1024)), "2x1:v100-16g").samples.values()))
     for count, sample in ((5, None), (7, other)):
         tried = list[int]()
-        monkeypatch.setattr("passes.pipeline.drafting.sampled", lambda *args, s=sample, t=tried: t.append(args[2]) or s)
-        assert not any(drafting._has(count) for _ in range(3))
+        monkeypatch.setattr(
+            "passes.pipeline.draft_space.sampled", lambda *args, s=sample, t=tried: t.append(args[2]) or s
+        )
+        assert not any(space.has(count) for _ in range(3))
         assert tried == [count]
-    assert not drafting.samples.keys() & {5, 7}
+    assert not space.samples.keys() & {5, 7}
 
 
 def test_a_deep_step_whose_stages_do_not_fit_is_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from passes.cluster import Cluster, parse_cluster
 from passes.errors import ClusterError, PlanningError
-from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, even, submeshes
+from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, submeshes
 from passes.inter_op.costs import in_flight_counts
 from passes.inter_op.schedules import in_flight
 from passes.progress import SearchContext
@@ -255,30 +255,6 @@ def test_submeshes_are_parts_of_a_host_or_whole_hosts() -> None:
     group = parse_cluster("2x2:a100-80g").groups[0]
     with pytest.raises(ClusterError, match="kinds of hosts"):
         submeshes(Cluster(name="two", groups=(group, group)))
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_even_cuts_are_the_best(seed: int) -> None:
-    r = random.Random(seed)
-    weights = [r.choice([0.0, 1.0, r.random()]) for _ in range(r.randint(1, 9))]
-    n_stages = r.randint(1, len(weights))
-    ranges = even(weights, n_stages)
-    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
-    assert ranges[-1][1] == len(weights)
-    assert all(first < last for first, last in ranges)
-
-    def largest(cuts: tuple[int, ...]) -> float:
-        return max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cuts, len(weights))))
-
-    best = min(map(largest, itertools.combinations(range(1, len(weights)), n_stages - 1)))
-    assert max(sum(weights[first:last]) for first, last in ranges) == pytest.approx(best)
-
-
-def test_even_cuts_are_even() -> None:
-    assert even([1] * 10, 4) == ((0, 3), (3, 6), (6, 8), (8, 10))
-    assert even([1] * 8, 4) == ((0, 2), (2, 4), (4, 6), (6, 8))
-    with pytest.raises(PlanningError, match="n_stages=3: each needs a layer, and there are 2"):
-        even([1, 1], 3)
 
 
 @pytest.mark.slow

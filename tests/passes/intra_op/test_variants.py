@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from passes.intra_op import variants
+from passes.intra_op.incumbent import Incumbent
 from passes.intra_op.variant_trials import VariantTrials
 from passes.intra_op.variants import cheapest_variant
 from passes.plan import INTERRUPTED
@@ -29,7 +30,7 @@ def searching(seconds: float, deadline: Deadline | None = None) -> VariantTrials
     """A search at a plan of so many seconds, where one is what the step takes without a limit."""
     context = SearchContext(deadline=deadline or Deadline(), interruptible=True)
     search = VariantTrials(step=cast("Any", None), limit=1.0, search=cast("Any", None), context=context)
-    search.best, search.least_seconds = cast("Any", Found(seconds)), 1.0
+    search.incumbent = Incumbent(best=cast("Any", Found(seconds)), least_seconds=1.0)
     search.put_off()
     return search
 
@@ -40,7 +41,7 @@ def test_a_plan_by_offloading_waits_where_it_is_slow_and_time_is_not_short(
 ):
     search = searching(seconds, Deadline(deadline))
     assert (search.best is None) == waits
-    assert (search.by_offloading is not None) == waits
+    assert (search.incumbent.by_offloading is not None) == waits
 
 
 def test_an_interruption_takes_the_plan_that_waits(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Layers cut into stages as even in weight as can be, where nothing else is known of them."""
+"""Consecutive layers divided into stages of weights as even as possible."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from passes.errors import PlanningError, explain
+from passes.errors import InternalError
 
 _ROUNDING = 1e-9
 """The share by which equal sums of squares may differ: cuts that differ by less are equal, and the last is taken."""
 
 
-def even(weights: Sequence[float], n_stages: int) -> tuple[tuple[int, int], ...]:
-    """Ranges (first, last) of layers, `last` excluded, with the least possible largest sum of weights.
+def even_ranges(weights: Sequence[float], n_stages: int) -> tuple[tuple[int, int], ...]:
+    """The range (first, last) of layers of each stage, `last` excluded, with the least possible largest sum of weights.
 
-    Of those cuts, one with the least sum of squares. Raises PlanningError for more stages than layers.
+    Of those with that sum, they have the least sum of squares. There are at least as many layers as stages.
     """
     n_layers = len(weights)
-    check_stages(n_layers, [n_stages])
+    if not 1 <= n_stages <= n_layers:
+        raise InternalError(f"{n_layers} layers cannot be divided into {n_stages} stages")
     sums = np.array([0.0, *accumulate(weights)])
     spans = np.where(np.tri(n_layers, n_layers + 1, dtype=bool), math.inf, sums - sums[:-1, None])
     nothing_left = np.where(np.arange(n_layers + 1) < n_layers, math.inf, 0.0)
@@ -36,13 +37,3 @@ def even(weights: Sequence[float], n_stages: int) -> tuple[tuple[int, int], ...]
         scores = squares[cuts[-1]] + onward
         cuts.append(int(np.flatnonzero(scores <= scores.min() * (1 + _ROUNDING))[-1]))
     return tuple(pairwise(cuts))
-
-
-def check_stages(n_layers: int, n_stages: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of stages, sorted and distinct. Raises PlanningError unless every stage gets a layer."""
-    for number in n_stages or [0]:
-        if not 1 <= number <= n_layers:
-            rule = f"each needs a layer, and there are {n_layers}" if number > 0 else "a plan has at least 1 stage"
-            remedy = f"ask for {n_layers} or fewer" if n_layers > 1 else "ask for 1"
-            raise PlanningError(explain(f"n_stages={number}", rule, "", remedy))
-    return tuple(sorted(set(n_stages)))
