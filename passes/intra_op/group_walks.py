@@ -137,7 +137,7 @@ def _members(signature: Signature) -> list[_Member]:
 def _fresh(form: SizelessRule, operands: tuple[Where | None, ...], summed: int | None) -> int | None:
     """The first linear factor whose operands all come from elsewhere, or that of the operand that may be `summed`."""
     for factor, properties in enumerate(form.rule.factors):
-        if summed is not None and properties.partial != (summed,):
+        if summed is not None and [o for o in properties.partial if operands[o]] != [summed]:
             continue
         sources = {where[0] for o in properties.partial if (where := operands[o]) is not None}
         if not properties.size and sources == {"out"}:

@@ -229,17 +229,41 @@ class _AroundTheLoop:
                 pending.extend(self.graph.nodes[node].inputs)
 
     def _waits(self, index: int) -> bool:
-        """Whether a node only adds what no microbatch changes to sums over them, as the gradient of a penalty on
-        weights to that of the loss. In the loop it would be added by the first microbatch, and sums of devices' own
-        rows be reduced in each one to be added to what all devices have.
+        """Whether a node only makes of sums over microbatches what can be made of them once, after the loop.
+
+        It adds what no microbatch changes to them, as the gradient of a penalty on weights to that of the loss: in the
+        loop the first microbatch would add it. Or it puts them into larger arrays, as the gradients of layers into that
+        of their stack. In the loop, sums of devices' own rows would be reduced in each microbatch for either.
         """
         walk, node = self.walk, self.graph.nodes[index]
         placement = walk.placements.get(index)
         if placement is None or index in walk.loops or walk.rules[index].alias:
             return False
         readers = {reader for value in node.outputs for reader in self.graph.consumers.get(value, ())}
+        if not readers <= self.after | walk.later:
+            return False
         are_sums = walk.rules[index].adds and all(spec.partial for spec in placement.operands)
-        return are_sums and not walk.varying.issuperset(node.inputs) and readers <= self.after | walk.later
+        adds_unchanged = are_sums and not walk.varying.issuperset(node.inputs)
+        return adds_unchanged or any(self._smallest(value) != {value} for value in node.outputs)
+
+    def _smallest(self, value: int) -> set[int]:
+        """The sums that a sum over microbatches is made of, if that puts them side by side or among zeros, so that they
+        are no larger together; else the sum itself.
+        """
+        walk, types, index = self.walk, self.graph.types, self.graph.producers.get(value)
+        placement = None if index is None else walk.placements.get(index)
+        if index is None or placement is None or index in walk.loops or not walk.is_sum(value):
+            return {value}
+        rule, node = walk.rules[index], self.graph.nodes[index]
+        varying = [v for v in node.inputs if v in walk.varying]
+        if not rule.light or rule.alias or rule.casts or not all(map(walk.is_sum, varying)):
+            return {value}
+        if any(len(self.graph.consumers[v]) > 1 for v in varying):
+            return {value}
+        made_of = set[int]().union(*map(self._smallest, varying))
+        nbytes = sum(types[v].nbytes for v in made_of)
+        is_less = nbytes < types[value].nbytes or (nbytes == types[value].nbytes and len(made_of) > 1)
+        return made_of if is_less else {value}
 
 
 def _inside(walk: BatchWalk, around: _AroundTheLoop) -> set[int]:
