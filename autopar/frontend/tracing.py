@@ -140,7 +140,7 @@ def _by_rows(
     """The program with the rows of the batch in such order that each device needs its own alone: loops over rows are
     flattened anew, side by side, and batches that are joined are joined in groups.
     """
-    if row_loops := loops_over_batch(body.graph, pairs, named):
+    if row_loops := loops_over_batch(body.graph, pairs, named, parts()):
         loops = tuple((body.equations[i].params, unchanged) for i, unchanged in row_loops.items())
         body = flattened(row_loops=RowLoops(loops, parts()))
     changes = joined_batches(body.graph, pairs, named) if parts() > 1 else None

@@ -79,7 +79,7 @@ class _Sums:
         return self._sums[value]
 
     def _adds_up_in(self, index: int, value: int) -> bool:
-        """Whether the bodies of a loop or branch make such a sum of what one of its results is, unless they stack it."""
+        """Whether the bodies of a loop or branch make such a sum of a result, which they do not stack."""
         control, groupings = self.grouping.controls[index], self.grouping.bodies[index]
         port_use = control.results[self.graph.nodes[index].outputs.index(value)]
         makers = [pair for pair in zip(control.bodies, groupings, strict=True) if port_use.port in pair[0].outputs]

@@ -102,12 +102,12 @@ def rows_along(graph: Graph, batch: Collection[int], values: Collection[int]) ->
 
 
 def loops_over_batch(
-    graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()
+    graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = (), parts: int = 1
 ) -> dict[int, tuple[bool, ...]]:
     """The nodes that are loops over rows of the batch, each row by itself: those of `jax.lax.map`, and of its gradient;
     with each, whether its carries go on as they came.
 
-    A loop with a whole step in it runs over microbatches, which are to stay one after the other.
+    A loop over microbatches, of which each has rows for all of the `parts`, stays one after the other.
     """
     if not any(stands_alone(node) for node in graph.nodes):
         return {}
@@ -115,7 +115,9 @@ def loops_over_batch(
     firsts = dims.add(graph).firsts
     batch = {dims.root(firsts[graph.inputs[i]]) for i in batch_inputs(graph, state_pairs, named)}
     over_rows = (i for i, dim in dims.loop_dims.items() if dims.root(dim) in batch)
-    return {i: _unchanged(graph.nodes[i]) for i in over_rows if not _is_a_step(graph.nodes[i], graph)}
+    return {
+        i: _unchanged(graph.nodes[i]) for i in over_rows if not _is_over_microbatches(graph, i, dims, firsts, parts)
+    }
 
 
 def _unchanged(node: Node) -> tuple[bool, ...]:
@@ -125,10 +127,25 @@ def _unchanged(node: Node) -> tuple[bool, ...]:
     return tuple(begin == end for begin, end in zip(begins, body.outputs, strict=False))
 
 
-def _is_a_step(node: Node, graph: Graph) -> bool:
-    """Whether a loop's body has a forward and a backward pass."""
-    control = control_of(node, graph)
-    return control is not None and any(body.is_step for body in control.bodies)
+def _is_over_microbatches(graph: Graph, index: int, dims: DimClasses, firsts: Sequence[int], parts: int) -> bool:
+    """Whether a loop has a forward and a backward pass for each microbatch, and not for each row, as one that clips or
+    adapts to the gradient of each has.
+
+    Slices of one size are microbatches, unless there are `parts` of the loop's length and not of theirs, or products
+    sum up along them: those are features.
+    """
+    node = graph.nodes[index]
+    control, scan = control_of(node, graph), scan_of(node)
+    if control is None or scan is None or not any(body.is_step for body in control.bodies):
+        return False
+    slices = [v for v in node.inputs[scan.fixed :] if graph.types[v].rank > 1]
+    if not slices or scan.length % parts:
+        return bool(slices)
+    inner = {dims.root(firsts[v] + 1) for v in slices}
+    kept = sum(flops for flops, kept, _ in dims.works() if not inner.isdisjoint(kept))
+    summed = sum(flops for flops, _, summed in dims.works() if not inner.isdisjoint(summed))
+    rows = {graph.types[v].shape[1] for v in slices}
+    return len(rows) == 1 and not any(n % parts for n in rows) and summed < kept / 2
 
 
 def has_rows(graph: Graph, position: int) -> bool:

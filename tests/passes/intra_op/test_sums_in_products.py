@@ -94,7 +94,7 @@ LAYERS = (adapted, normalised, filtered, generated, biased, biased_in_loop)
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_data_parallelism_reduces_what_is_updated(layer: Callable[..., Any]):
-    """It reduced the frozen weight's gradient, the filter's spectrum, the filter that a network makes, all pairs' bias."""
+    """It reduced the frozen weight's gradient, the filter's spectrum, a network's filter, and the bias of pairs."""
 
     def wider(array: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct([64 * n if n == WIDTH else n for n in array.shape], array.dtype)
