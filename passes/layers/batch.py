@@ -8,6 +8,7 @@ vector of learning rates has one that leads nowhere.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,10 +62,11 @@ def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     rows = {i: graph.types[graph.inputs[i]].shape[0] for i in candidates}
     if set(rows.values()) > {1} and (one_row := _one_row(_Along.of(graph, candidates, single=True), rows)):
         return one_row
-    along = _Along.of(graph, candidates)
+    along = _Along.of(graph, candidates, state=state)
     if not along.most:
         return tuple(candidates)
-    first = max(along.leading(), key=lambda i: (along.heads[i] not in along.inner, i))
+    heads = along.heads
+    first = max(along.leading(), key=lambda i: (heads[i] not in along.stacked, heads[i] not in along.inner, i))
     batch = along.beside(first, rows)
     return tuple(i for i in candidates if along.heads[i] in batch)
 
@@ -167,23 +169,30 @@ def taken_for(graph: Graph, positions: Sequence[int]) -> str:
 @dataclass(frozen=True, kw_only=True)
 class _Along:
     """The work along the leading dimension of each input that may be the batch: `dims` are the classes of its
-    dimensions, by position, `inner` those that do not lead in some input; `works` is that of each operator.
+    dimensions, by position, `inner` those that do not lead in some input, and `stacked` those that lead in most of the
+    state, as several models side by side do; `works` is that of each operator.
     """
 
     dims: Mapping[int, Sequence[int]]
     inner: frozenset[int]
+    stacked: frozenset[int]
     works: Sequence[Work]
 
     @classmethod
-    def of(cls, graph: Graph, candidates: Sequence[int], *, single: bool = False) -> _Along:
+    def of(
+        cls, graph: Graph, candidates: Sequence[int], *, state: Collection[int] = (), single: bool = False
+    ) -> _Along:
         """The classes along the dimensions of the inputs at these positions; of a `single` element only if asked
         for."""
         dims = DimClasses(single=single)
         firsts = dims.add(graph).firsts
         classes = {v: [dims.root(firsts[v] + d) for d in range(graph.types[v].rank)] for v in graph.inputs}
+        kept = (graph.inputs[i] for i in state)
+        leading = Counter(classes[v][0] for v in kept if classes[v] and graph.consumers.get(v))
         return cls(
             dims={i: classes[graph.inputs[i]] for i in candidates},
             inner=frozenset(itertools.chain.from_iterable(each[1:] for each in classes.values())),
+            stacked=frozenset(head for head, count in leading.items() if 2 * count > leading.total()),
             works=dims.works(),
         )
 

@@ -13,6 +13,7 @@ import autopar
 from passes.layers import taken_for
 
 W = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+MODELS = {"a": jnp.ones((3, 8, 8)), "b": jnp.ones((3, 8, 8))}
 X, Y = jnp.ones((16, 8)), jnp.zeros(16, "int32")
 SQUARE = jnp.ones((8, 8))
 
@@ -97,6 +98,20 @@ def in_parts(w: Any, rates: jax.Array, x: jax.Array, y: jax.Array) -> Any:
     return jax.tree.map(lambda p, g: p - rates.mean() * g, w, total)
 
 
+def side_by_side(w: Any, x: jax.Array, y: jax.Array, rates: jax.Array) -> Any:
+    """Several models at once, each with a learning rate of its own."""
+
+    def loss(w: Any) -> jax.Array:
+        return jax.vmap(losses, (0, None, None))(w, x, y).sum()
+
+    return descended(loss, w, rates[:, None, None])
+
+
+def side_by_side_on_some(w: Any, x: jax.Array, y: jax.Array, kept: jax.Array) -> Any:
+    """Several models at once, each on rows of its own choice."""
+    return descended(lambda w: (jax.vmap(losses, (0, None, None))(w, x, y) * kept).sum(), w)
+
+
 def tied(w: Any, tokens: jax.Array) -> jax.Array:
     return jnp.tanh(w["a"][tokens] @ w["b"]) @ w["a"].T
 
@@ -127,6 +142,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
         ("x", "y"),
     ),
     "gradients that are added up": (in_parts, (W, jnp.ones(16), X, Y), ("x", "y")),
+    "a rate for each model": (side_by_side, (MODELS, X, Y, jnp.ones(3)), ("x", "y")),
+    "rows for each model": (side_by_side_on_some, (MODELS, X, Y, jnp.ones((3, 16))), ("x", "y")),
     "a forward pass": (scores, (W, X), ("x",)),
     "a forward pass of as many rows as features": (scores, (W, SQUARE), ("x",)),
     "tied weights": (tied, (W, Y), ("tokens",)),
