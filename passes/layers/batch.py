@@ -154,7 +154,7 @@ def has_rows(graph: Graph, position: int) -> bool:
     """Whether an input may be a part of a batch: it has elements along a leading dimension, and is not a single key."""
     value = graph.inputs[position]
     type, readers = graph.types[value], [graph.nodes[reader] for reader in graph.consumers.get(value, ())]
-    made = (graph.types[v] for node in readers for v in node.outputs)
+    made = (graph.types[v] for node in readers if not node.subgraphs for v in node.outputs)
     is_raw_key = type.rank == 1 and any(other.is_key and not other.rank for other in made)
     return bool(type.rank and type.size) and not type.is_key and not is_raw_key
 

@@ -87,6 +87,19 @@ def with_frozen_weights(w: Any, frozen: dict[str, jax.Array], x: jax.Array, y: j
     return descended(lambda w: losses(adapted(w), x, y).sum(), w)
 
 
+def with_samples(w: Any, frozen: Any, tokens: jax.Array, key: jax.Array) -> Any:
+    """Answers that a loop samples, through which a key goes beside the tokens, and weights to be held against."""
+
+    def sampled(_: int, carry: Any) -> Any:
+        tokens, key = carry
+        key, now = jax.random.split(key)
+        return jax.random.categorical(now, scores(w, w["a"][tokens])).astype(tokens.dtype), key
+
+    answers, key = jax.lax.fori_loop(0, 3, sampled, (tokens, key))
+    wanted = jax.nn.softmax(scores(frozen, frozen["a"][answers]))
+    return descended(lambda w: -(wanted * scores(w, w["a"][answers])).sum(-1).mean(), w), frozen, key
+
+
 def in_parts(w: Any, rates: jax.Array, x: jax.Array, y: jax.Array) -> Any:
     """Gradients that a loop over parts of the batch adds up."""
 
@@ -141,6 +154,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
         ),
         ("x", "y"),
     ),
+    "a loop with a key": (with_samples, (W, W, Y, jax.random.key(0)), ("tokens",)),
     "gradients that are added up": (in_parts, (W, jnp.ones(16), X, Y), ("x", "y")),
     "a rate for each model": (side_by_side, (MODELS, X, Y, jnp.ones(3)), ("x", "y")),
     "rows for each model": (side_by_side_on_some, (MODELS, X, Y, jnp.ones((3, 16))), ("x", "y")),
