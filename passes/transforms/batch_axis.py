@@ -43,7 +43,7 @@ class BatchWalk:
     (`wanted_up_front`), and is begun again with them. Inside a loop or branch of the user's there is neither a before
     nor an after: a node that needs either is refused. With `waits`, what reduces the batch in any way has a place, and
     nothing is wanted up front. Refusals of the apply phase are `delayed`, which may wait unless the backward pass needs
-    what is refused.
+    what is refused; where there is one microbatch, those nodes are placed beside it (`at_once`).
 
     What a barrier or a loop makes `beside` varying values, and what comes of that alone, does not vary, and is made
     inside the loop nevertheless: weights that enter the barrier of a recomputed layer with its activations would bring
@@ -59,10 +59,11 @@ class BatchWalk:
         up_front: frozenset[int] = frozenset(),
         inside: bool = False,
         waits: bool = False,
+        at_once: frozenset[int] = frozenset(),
     ) -> None:
         self.graph, self.time, self.rules, self.inside, self.waits = graph, time, rules, inside, waits
         self.coupling: Coupling = coupling
-        self.up_front = up_front
+        self.up_front, self.at_once = up_front, at_once
         self.wanted_up_front: set[int] = set()
         self.home: dict[int, ShardingSpec] = {}
         self.varying: set[int] = set()
@@ -160,7 +161,8 @@ class BatchWalk:
         rule = self.rules[index]
         if rule.once:
             return Refusal(node=node, reason=rule.reason)
-        if not self.inside and phase(node) == "apply" and any(map(self.is_sum, node.inputs)):
+        is_update = phase(node) == "apply" and index not in self.at_once
+        if not self.inside and is_update and any(map(self.is_sum, node.inputs)):
             return Refusal(node=node, reason=_why_not(self, node, rule))
         if control := control_of(node, self.graph):
             return self._place_loop(index, node, control)

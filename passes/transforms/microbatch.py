@@ -121,13 +121,14 @@ def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling
     cut = {position: _cut(graph.types[graph.inputs[position]].rank, 0) for position in batch}
     inputs = [cut.get(i, replicated(graph.types[v].rank)) for i, v in enumerate(graph.inputs)]
     varying = {graph.inputs[i] for i in batch}
-    up_front: frozenset[int] = frozenset()
+    up_front, at_once = frozenset[int](), frozenset[int]()
     while True:
-        walk = BatchWalk(graph, time, rules, coupling, up_front, waits=waits)
+        walk = BatchWalk(graph, time, rules, coupling, up_front, waits=waits, at_once=at_once)
         walk.run(inputs, varying)
-        if not walk.wanted_up_front - up_front:
+        before_backward = _before_backward(walk) - at_once if count == 1 else frozenset[int]()
+        if not walk.wanted_up_front - up_front and not before_backward:
             break
-        up_front |= walk.wanted_up_front
+        up_front, at_once = up_front | walk.wanted_up_front, at_once | before_backward
     sink(walk)
     return walk
 
@@ -172,6 +173,17 @@ def _regions(walk: BatchWalk, batch: tuple[int, ...]) -> Split:
         carried=tuple(sorted(around.carried.items())),
         flops=inside / total,
     )
+
+
+def _before_backward(walk: BatchWalk) -> frozenset[int]:
+    """The nodes after the loop that a backward pass comes after, as the update of a critic whose actor is next."""
+    graph, needed, nodes = walk.graph, set[int](), set[int]()
+    for index in sorted(walk.later, reverse=True):
+        node = graph.nodes[index]
+        if phase(node) == "backward" or not needed.isdisjoint(node.outputs):
+            nodes.add(index)
+            needed.update(node.inputs)
+    return frozenset(nodes)
 
 
 def _needs_the_batch_late(walk: BatchWalk) -> bool:
@@ -332,7 +344,8 @@ def _check_order(graph: Graph, before: Sequence[int], after: Sequence[int], coun
 
 def _coupled(walk: BatchWalk, batch: Sequence[int]) -> str:
     refusal = (walk.refusals or walk.delayed)[0]
-    remedy = "leave out microbatches=, in a pipeline write microbatches=1"
+    is_one = walk.time.count == 1
+    remedy = "plan without stages" if is_one else "leave out microbatches=, in a pipeline write microbatches=1"
     if refusal.reason == PICKED:
         remedy += ", or pick the rows before the step and pass them beside the others"
     elif walk.coupling == "exact":
