@@ -146,7 +146,8 @@ class BatchWalk:
         if self.waits:
             return False
         sums = {v for v in node.inputs if self.is_sum(v)}
-        if self._costly.isdisjoint(node.inputs) and (not sums or self._cut(index, node, is_any=True)):
+        is_costly = not self._costly.isdisjoint((*node.inputs, *node.outputs))
+        if not is_costly and (not sums or self._cut(index, node, is_any=True)):
             self.wanted_up_front.add(index)
             return True
         needed = sums or self.varying.intersection(node.inputs)

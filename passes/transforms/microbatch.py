@@ -268,7 +268,7 @@ class _AroundTheLoop:
             return {value}
         rule, node = walk.rules[index], self.graph.nodes[index]
         varying = [v for v in node.inputs if v in walk.varying]
-        if not rule.light or rule.alias or rule.casts or not all(map(walk.is_sum, varying)):
+        if rule.is_product or rule.alias or rule.casts or not all(map(walk.is_sum, varying)):
             return {value}
         if any(len(self.graph.consumers[v]) > 1 for v in varying):
             return {value}
