@@ -25,7 +25,8 @@ class Executable:
     """A program on flat arguments, each of which is moved to its planned sharding unless it has it already.
 
     A donated argument is gone after the call even where it had to move first, and is refused where it is passed again,
-    as with `jax.jit`. Those at `stacked` take these shapes first: the same rows, as microbatches.
+    as with `jax.jit`. Those at `stacked` take these shapes first: the same rows, as microbatches. What is no array yet
+    is placed by JAX, but for the `state`: it comes back as an array that is placed, for which JAX would compile anew.
     """
 
     run: Callable[..., Sequence[jax.Array]]
@@ -35,6 +36,7 @@ class Executable:
     donation: Donation
     out_tree: PyTreeDef
     stacked: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    state: frozenset[int] = frozenset()
     arrivals: Arrivals | None = None
     moves: Moves = field(default_factory=lambda: Moves(names=(), source=""))
     _described: Device | None = field(init=False)
@@ -88,7 +90,7 @@ class Executable:
     def _is_in_place(self, index: int, leaf: Any) -> bool:
         """Whether an argument lies as planned, by whatever names of axes, or lies nowhere, so that JAX places it."""
         if not isinstance(leaf, jax.Array):
-            return True
+            return index not in self.state
         sharding, planned = leaf.sharding, self.in_shardings[index]
         if sharding != planned and not (
             jax_compat.has_plain_type(leaf) and sharding.is_equivalent_to(planned, leaf.ndim)
