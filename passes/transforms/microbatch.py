@@ -205,7 +205,7 @@ class _AroundTheLoop:
     """The nodes computed `up_front` and `after` the loop for outputs and effects; the values `carried` out of it."""
 
     def __init__(self, walk: BatchWalk, effects: Sequence[int]) -> None:
-        self.walk, self.graph = walk, walk.graph
+        self.walk, self.graph, self.smallest = walk, walk.graph, _smallest(walk)
         self.after: set[int] = set()
         self.carried: dict[int, ShardingSpec] = {}
         self.up_front: set[int] = set()
@@ -256,26 +256,26 @@ class _AroundTheLoop:
             return False
         are_sums = walk.rules[index].adds and all(spec.partial for spec in placement.operands)
         adds_unchanged = are_sums and not walk.varying.issuperset(node.inputs)
-        return adds_unchanged or any(self._smallest(value) != {value} for value in node.outputs)
+        return adds_unchanged or not self.smallest.keys().isdisjoint(node.outputs)
 
-    def _smallest(self, value: int) -> set[int]:
-        """The sums that a sum over microbatches is made of, if that puts them side by side or among zeros, so that they
-        are no larger together; else the sum itself.
-        """
-        walk, types, index = self.walk, self.graph.types, self.graph.producers.get(value)
-        placement = None if index is None else walk.placements.get(index)
-        if index is None or placement is None or index in walk.loops or not walk.is_sum(value):
-            return {value}
-        rule, node = walk.rules[index], self.graph.nodes[index]
-        varying = [v for v in node.inputs if v in walk.varying]
-        if rule.is_product or rule.alias or rule.casts or not all(map(walk.is_sum, varying)):
-            return {value}
-        if any(len(self.graph.consumers[v]) > 1 for v in varying):
-            return {value}
-        made_of = set[int]().union(*map(self._smallest, varying))
+
+def _smallest(walk: BatchWalk) -> dict[int, set[int]]:
+    """The sums that each sum over microbatches is made of, if that puts them side by side or among zeros, so that they
+    are no larger together; those that are made otherwise are left out.
+    """
+    types, consumers, smallest = walk.graph.types, walk.graph.consumers, dict[int, set[int]]()
+    for index, node in enumerate(walk.graph.nodes):
+        rule, varying = walk.rules[index], [v for v in node.inputs if v in walk.varying]
+        if index not in walk.placements or index in walk.loops or rule.is_product or rule.alias or rule.casts:
+            continue
+        if not all(walk.is_sum(v) and len(consumers[v]) == 1 for v in varying):
+            continue
+        made_of = set[int]().union(*(smallest.get(v, {v}) for v in varying))
         nbytes = sum(types[v].nbytes for v in made_of)
-        is_less = nbytes < types[value].nbytes or (nbytes == types[value].nbytes and len(made_of) > 1)
-        return made_of if is_less else {value}
+        for value in filter(walk.is_sum, node.outputs):
+            if nbytes < types[value].nbytes or (nbytes == types[value].nbytes and len(made_of) > 1):
+                smallest[value] = made_of
+    return smallest
 
 
 def _inside(walk: BatchWalk, around: _AroundTheLoop) -> set[int]:
