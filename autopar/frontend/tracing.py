@@ -142,7 +142,7 @@ def _by_rows(
 
     Loops over rows are flattened anew, with rows side by side, and batches are joined in groups.
     """
-    if row_loops := loops_over_batch(body.graph, pairs, named):
+    if row_loops := loops_over_batch(body.graph, pairs, named, parts()):
         loops = tuple((body.equations[i].params, unchanged) for i, unchanged in row_loops.items())
         body = flattened(row_loops=RowLoops(loops, parts()))
     changes = joined_batches(body.graph, pairs, named) if parts() > 1 else None

@@ -302,8 +302,16 @@ class _State:
 
     def _make(self, value: int, spec: ShardingSpec) -> Any:
         if (value, spec) not in self.made:
-            self.made[value, spec] = self.semantics.share(self._whole(value, spec), spec)
+            whole = self._whole(value, spec)
+            self.made[value, spec] = whole if self._is_zero(value) else self.semantics.share(whole, spec)
         return self.made[value, spec]
+
+    def _is_zero(self, value: int) -> bool:
+        """Whether a literal or free value is zero, which counts as often as one likes."""
+        if value in self.graph.literals:
+            return bool(np.all(np.equal(self.graph.literals[value], 0)))
+        sources = self.graph.nodes[self.free[value]].inputs
+        return bool(sources) and all(map(self._is_zero, sources))
 
     def _whole(self, value: int, spec: ShardingSpec) -> Any:
         """A literal, or a free value on the dimensions of `spec`."""

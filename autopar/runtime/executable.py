@@ -27,7 +27,9 @@ class Executable:
     """A program on flat arguments, each of which is moved to its planned sharding unless it has it already.
 
     A donated argument is deleted after the call even if it was moved first, and is refused if it is passed again, as
-    with `jax.jit`. Arguments at `stacked` are reshaped to these shapes first: the same rows, as microbatches.
+    with `jax.jit`. Arguments at `stacked` are reshaped to these shapes first: the same rows, as microbatches. What is
+    no array yet is placed by JAX, but for the `state`: it comes back as a placed array, for which JAX would compile
+    again.
     """
 
     run: Callable[..., Sequence[jax.Array]]
@@ -37,6 +39,7 @@ class Executable:
     donation: Donation
     out_tree: PyTreeDef
     stacked: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    state: frozenset[int] = frozenset()
     arrivals: Arrivals | None = None
     moves: Moves = field(default_factory=lambda: Moves(names=(), source=""))
     _described: Device | None = field(init=False)
@@ -90,7 +93,7 @@ class Executable:
     def _is_in_place(self, index: int, leaf: Any) -> bool:
         """Whether an argument has its planned sharding, by whatever names of axes, or none, so that JAX places it."""
         if not isinstance(leaf, jax.Array):
-            return True
+            return index not in self.state
         sharding, planned = leaf.sharding, self.in_shardings[index]
         if sharding != planned and not (
             jax_compat.has_plain_type(leaf) and sharding.is_equivalent_to(planned, leaf.ndim)

@@ -73,6 +73,7 @@ class Prepared:
             ),
             out_tree=self.traced.out_tree,
             stacked=_stacked(self.traced),
+            state=frozenset(position for _, position in self.traced.state_pairs),
             arrivals=Arrivals(self.processes, names) if self.processes else None,
             moves=Moves(names=names, source=self.signature.source),
         )

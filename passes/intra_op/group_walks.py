@@ -143,7 +143,7 @@ def _fresh(form: SizelessRule, operands: tuple[Where | None, ...], summed: int |
     `summed`.
     """
     for factor, properties in enumerate(form.rule.factors):
-        if summed is not None and properties.partial != (summed,):
+        if summed is not None and [o for o in properties.partial if operands[o]] != [summed]:
             continue
         sources = {where[0] for o in properties.partial if (where := operands[o]) is not None}
         if not properties.size and sources == {"out"}:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from passes.ir import Graph, phase
+from passes.ir import Graph, Node, phase
 from passes.placement import Grouping
+from passes.rules import Factor
 
 
 def summed_operand(graph: Graph, grouping: Grouping, index: int) -> int | None:
@@ -32,7 +33,8 @@ class _Sums:
     """The values of a graph that are sums, or linear in one, and those whose readers all have smaller results."""
 
     def __init__(self, graph: Graph, grouping: Grouping) -> None:
-        self.graph, self.rules = graph, grouping.rules
+        self.graph, self.grouping, self.rules = graph, grouping, grouping.rules
+        self._made_anywhere = grouping.free.union(graph.literals)
         self._sums: dict[int, bool] = {}
         self._shrinking: dict[int, bool] = {}
 
@@ -40,8 +42,9 @@ class _Sums:
         """The operand of an operator that may come in partial; None if the operator is light, or if there is none."""
         node, rule = self.graph.nodes[index], self.rules[index]
         for factor in rule.factors if not rule.light else ():
-            if not factor.size and len(factor.partial) == 1:
-                (operand,) = factor.partial
+            summands = [] if factor.size else self._summands(node, factor)
+            if len(summands) == 1:
+                (operand,) = summands
                 value = node.inputs[operand]
                 if self.shrinks(index, value) and self.is_sum(value) and self.only_shrinks(value):
                     return operand
@@ -57,7 +60,11 @@ class _Sums:
         operand = node.inputs.index(value)
         before, after = types[value], types[node.outputs[0]]
         smaller = after.nbytes < before.nbytes or (not rule.is_product and after.nbytes <= before.nbytes)
-        return smaller and any(not f.size and f.partial == (operand,) for f in rule.factors)
+        return smaller and any(not f.size and self._summands(node, f) == [operand] for f in rule.factors)
+
+    def _summands(self, node: Node, factor: Factor) -> list[int]:
+        """The operands that come in as summands by a factor, but for zeros and the like, of which a device has all."""
+        return [operand for operand in factor.partial if node.inputs[operand] not in self._made_anywhere]
 
     def is_sum(self, value: int) -> bool:
         """Whether the backward pass makes a value by a sum over more elements than it has, or from such a sum by
@@ -68,10 +75,21 @@ class _Sums:
         if value not in self._sums:
             self._sums[value] = False  # until it is known
             producer = self.graph.producers.get(value)
-            self._sums[value] = producer is not None and self._makes_sum(producer)
+            makes = self._adds_up_in if producer in self.grouping.controls else self._makes_sum
+            self._sums[value] = producer is not None and makes(producer, value)
         return self._sums[value]
 
-    def _makes_sum(self, index: int) -> bool:
+    def _adds_up_in(self, index: int, value: int) -> bool:
+        """Whether the bodies of a loop or branch make such a sum of a result, which they do not stack."""
+        control, groupings = self.grouping.controls[index], self.grouping.bodies[index]
+        port_use = control.results[self.graph.nodes[index].outputs.index(value)]
+        makers = [pair for pair in zip(control.bodies, groupings, strict=True) if port_use.port in pair[0].outputs]
+        return not port_use.stacked and all(
+            _Sums(body.graph, grouping).is_sum(body.graph.outputs[body.outputs.index(port_use.port)])
+            for body, grouping in makers
+        )
+
+    def _makes_sum(self, index: int, value: int) -> bool:
         node, rule, types = self.graph.nodes[index], self.rules[index], self.graph.types
         if phase(node) != "backward":
             return False

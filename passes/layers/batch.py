@@ -8,6 +8,7 @@ dimension of a key or of a vector of learning rates leads nowhere.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,10 +62,11 @@ def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     rows = {i: graph.types[graph.inputs[i]].shape[0] for i in candidates}
     if set(rows.values()) > {1} and (one_row := _one_row(_Along.of(graph, candidates, single=True), rows)):
         return one_row
-    along = _Along.of(graph, candidates)
+    along = _Along.of(graph, candidates, state=state)
     if not along.most:
         return tuple(candidates)
-    first = max(along.leading(), key=lambda i: (along.heads[i] not in along.inner, i))
+    heads = along.heads
+    first = max(along.leading(), key=lambda i: (heads[i] not in along.stacked, heads[i] not in along.inner, i))
     batch = along.beside(first, rows)
     return tuple(i for i in candidates if along.heads[i] in batch)
 
@@ -103,12 +105,12 @@ def rows_along(graph: Graph, batch: Collection[int], values: Collection[int]) ->
 
 
 def loops_over_batch(
-    graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = ()
+    graph: Graph, state_pairs: StatePairs = (), named: Sequence[bool] = (), parts: int = 1
 ) -> dict[int, tuple[bool, ...]]:
     """The nodes that are loops over rows of the batch, each row by itself (`jax.lax.map` and its gradient); with each,
     whether its carries go on unchanged.
 
-    A loop with a whole step in it runs over microbatches, which stay one after the other.
+    A loop over microbatches, of which each has rows for all of the `parts`, stays one after the other.
     """
     if not any(stands_alone(node) for node in graph.nodes):
         return {}
@@ -116,7 +118,9 @@ def loops_over_batch(
     firsts = dims.add(graph).firsts
     batch = {dims.root(firsts[graph.inputs[i]]) for i in batch_inputs(graph, state_pairs, named)}
     over_rows = (i for i, dim in dims.loop_dims.items() if dims.root(dim) in batch)
-    return {i: _unchanged(graph.nodes[i]) for i in over_rows if not _is_a_step(graph.nodes[i], graph)}
+    return {
+        i: _unchanged(graph.nodes[i]) for i in over_rows if not _is_over_microbatches(graph, i, dims, firsts, parts)
+    }
 
 
 def _unchanged(node: Node) -> tuple[bool, ...]:
@@ -126,17 +130,32 @@ def _unchanged(node: Node) -> tuple[bool, ...]:
     return tuple(begin == end for begin, end in zip(begins, body.outputs, strict=False))
 
 
-def _is_a_step(node: Node, graph: Graph) -> bool:
-    """Whether a loop's body has a forward and a backward pass."""
-    control = control_of(node, graph)
-    return control is not None and any(body.is_step for body in control.bodies)
+def _is_over_microbatches(graph: Graph, index: int, dims: DimClasses, firsts: Sequence[int], parts: int) -> bool:
+    """Whether a loop has a forward and a backward pass for each microbatch, and not for each row, as one that clips or
+    adapts to the gradient of each has.
+
+    Slices of one size are microbatches, unless there are `parts` of the loop's length and not of theirs, or products
+    sum up along them: those are features.
+    """
+    node = graph.nodes[index]
+    control, scan = control_of(node, graph), scan_of(node)
+    if control is None or scan is None or not any(body.is_step for body in control.bodies):
+        return False
+    slices = [v for v in node.inputs[scan.fixed :] if graph.types[v].rank > 1]
+    if not slices or scan.length % parts:
+        return bool(slices)
+    inner = {dims.root(firsts[v] + 1) for v in slices}
+    kept = sum(flops for flops, kept, _ in dims.works() if not inner.isdisjoint(kept))
+    summed = sum(flops for flops, _, summed in dims.works() if not inner.isdisjoint(summed))
+    rows = {graph.types[v].shape[1] for v in slices}
+    return len(rows) == 1 and not any(n % parts for n in rows) and summed < kept / 2
 
 
 def has_rows(graph: Graph, position: int) -> bool:
     """Whether an input may be a part of a batch: it has a leading dimension with elements, and is not a single key."""
     value = graph.inputs[position]
     type, readers = graph.types[value], [graph.nodes[reader] for reader in graph.consumers.get(value, ())]
-    made = (graph.types[v] for node in readers for v in node.outputs)
+    made = (graph.types[v] for node in readers if not node.subgraphs for v in node.outputs)
     is_raw_key = type.rank == 1 and any(other.is_key and not other.rank for other in made)
     return bool(type.rank and type.size) and not type.is_key and not is_raw_key
 
@@ -153,24 +172,31 @@ class _Along:
     """The work along the leading dimension of each input that may be the batch.
 
     `dims` are the classes of its dimensions, by position; `inner` those that some input has in another place than the
-    first; `works` is the work of each operator.
+    first, and `stacked` those that lead in most of the state, as several models side by side do; `works` is the work of
+    each operator.
     """
 
     dims: Mapping[int, Sequence[int]]
     inner: frozenset[int]
+    stacked: frozenset[int]
     works: Sequence[Work]
 
     @classmethod
-    def of(cls, graph: Graph, candidates: Sequence[int], *, single: bool = False) -> _Along:
+    def of(
+        cls, graph: Graph, candidates: Sequence[int], *, state: Collection[int] = (), single: bool = False
+    ) -> _Along:
         """The classes of the dimensions of the inputs at these positions; those of a `single` element only if asked
         for.
         """
         dims = DimClasses(single=single)
         firsts = dims.add(graph).firsts
         classes = {v: [dims.root(firsts[v] + d) for d in range(graph.types[v].rank)] for v in graph.inputs}
+        kept = (graph.inputs[i] for i in state)
+        leading = Counter(classes[v][0] for v in kept if classes[v] and graph.consumers.get(v))
         return cls(
             dims={i: classes[graph.inputs[i]] for i in candidates},
             inner=frozenset(itertools.chain.from_iterable(each[1:] for each in classes.values())),
+            stacked=frozenset(head for head, count in leading.items() if 2 * count > leading.total()),
             works=dims.works(),
         )
 

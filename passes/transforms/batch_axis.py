@@ -43,7 +43,7 @@ class BatchWalk:
     collects them (`wanted_up_front`), and is repeated with them. Inside a loop or branch of the user's there is neither
     before nor after: a node that needs either is refused. With `waits`, whatever reduces the batch in any way has a
     place, and nothing is wanted up front. Refusals of the apply phase are `delayed`: they do not matter unless the
-    backward pass needs the refused node.
+    backward pass needs the refused node; where there is one microbatch, those nodes are placed beside it (`at_once`).
 
     Results of a barrier or loop that stand `beside` varying values, and values made of these alone, do not vary, and
     are still computed inside the loop: weights that enter the barrier of a recomputed layer with its activations would
@@ -59,10 +59,11 @@ class BatchWalk:
         up_front: frozenset[int] = frozenset(),
         inside: bool = False,
         waits: bool = False,
+        at_once: frozenset[int] = frozenset(),
     ) -> None:
         self.graph, self.time, self.rules, self.inside, self.waits = graph, time, rules, inside, waits
         self.coupling: Coupling = coupling
-        self.up_front = up_front
+        self.up_front, self.at_once = up_front, at_once
         self.wanted_up_front: set[int] = set()
         self.home: dict[int, ShardingSpec] = {}
         self.varying: set[int] = set()
@@ -147,7 +148,8 @@ class BatchWalk:
         if self.waits:
             return False
         sums = {v for v in node.inputs if self.is_sum(v)}
-        if self._costly.isdisjoint(node.inputs) and (not sums or self._cut(index, node, is_any=True)):
+        is_costly = not self._costly.isdisjoint((*node.inputs, *node.outputs))
+        if not is_costly and (not sums or self._cut(index, node, is_any=True)):
             self.wanted_up_front.add(index)
             return True
         needed = sums or self.varying.intersection(node.inputs)
@@ -162,7 +164,8 @@ class BatchWalk:
         rule = self.rules[index]
         if rule.once:
             return Refusal(node=node, reason=rule.reason)
-        if not self.inside and phase(node) == "apply" and any(map(self.is_sum, node.inputs)):
+        is_update = phase(node) == "apply" and index not in self.at_once
+        if not self.inside and is_update and any(map(self.is_sum, node.inputs)):
             return Refusal(node=node, reason=_why_not(self, node, rule))
         if control := control_of(node, self.graph):
             return self._place_loop(index, node, control)

@@ -122,13 +122,14 @@ def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling
     cut = {position: _cut(graph.types[graph.inputs[position]].rank, 0) for position in batch}
     inputs = [cut.get(i, replicated(graph.types[v].rank)) for i, v in enumerate(graph.inputs)]
     varying = {graph.inputs[i] for i in batch}
-    up_front: frozenset[int] = frozenset()
+    up_front, at_once = frozenset[int](), frozenset[int]()
     while True:
-        walk = BatchWalk(graph, time, rules, coupling, up_front, waits=waits)
+        walk = BatchWalk(graph, time, rules, coupling, up_front, waits=waits, at_once=at_once)
         walk.run(inputs, varying)
-        if not walk.wanted_up_front - up_front:
+        before_backward = _before_backward(walk) - at_once if count == 1 else frozenset[int]()
+        if not walk.wanted_up_front - up_front and not before_backward:
             break
-        up_front |= walk.wanted_up_front
+        up_front, at_once = up_front | walk.wanted_up_front, at_once | before_backward
     sink(walk)
     return walk
 
@@ -175,6 +176,17 @@ def _regions(walk: BatchWalk, batch: tuple[int, ...]) -> Split:
     )
 
 
+def _before_backward(walk: BatchWalk) -> frozenset[int]:
+    """The nodes after the loop that a backward pass comes after, as the update of a critic whose actor is next."""
+    graph, needed, nodes = walk.graph, set[int](), set[int]()
+    for index in sorted(walk.later, reverse=True):
+        node = graph.nodes[index]
+        if phase(node) == "backward" or not needed.isdisjoint(node.outputs):
+            nodes.add(index)
+            needed.update(node.inputs)
+    return frozenset(nodes)
+
+
 def _needs_the_batch_late(walk: BatchWalk) -> bool:
     """Whether the backward pass has a node after the loop that reads pieces of the batch.
 
@@ -194,7 +206,7 @@ class _AroundTheLoop:
     """The nodes computed `up_front` and `after` the loop for outputs and effects; the values `carried` out of it."""
 
     def __init__(self, walk: BatchWalk, effects: Sequence[int]) -> None:
-        self.walk, self.graph = walk, walk.graph
+        self.walk, self.graph, self.smallest = walk, walk.graph, _smallest(walk)
         self.after: set[int] = set()
         self.carried: dict[int, ShardingSpec] = {}
         self.up_front: set[int] = set()
@@ -230,19 +242,41 @@ class _AroundTheLoop:
                 pending.extend(self.graph.nodes[node].inputs)
 
     def _waits(self, index: int) -> bool:
-        """Whether a node only adds a value that does not vary to a sum over microbatches, as the gradient of a penalty
-        on weights is added to that of the loss.
+        """Whether a node only makes of sums over microbatches what can be made of them once, after the loop.
 
-        In the loop the first microbatch would add it, and devices' own sums would be reduced in every microbatch to be
-        added to it.
+        It adds a value that does not vary, as the gradient of a penalty on weights is added to that of the loss: in the
+        loop the first microbatch would add it. Or it puts sums into larger arrays, as the gradients of layers into that
+        of their stack. In the loop, devices' own sums would be reduced in every microbatch for either.
         """
         walk, node = self.walk, self.graph.nodes[index]
         placement = walk.placements.get(index)
         if placement is None or index in walk.loops or walk.rules[index].alias:
             return False
         readers = {reader for value in node.outputs for reader in self.graph.consumers.get(value, ())}
+        if not readers <= self.after | walk.later:
+            return False
         are_sums = walk.rules[index].adds and all(spec.partial for spec in placement.operands)
-        return are_sums and not walk.varying.issuperset(node.inputs) and readers <= self.after | walk.later
+        adds_unchanged = are_sums and not walk.varying.issuperset(node.inputs)
+        return adds_unchanged or not self.smallest.keys().isdisjoint(node.outputs)
+
+
+def _smallest(walk: BatchWalk) -> dict[int, set[int]]:
+    """The sums that each sum over microbatches is made of, if that puts them side by side or among zeros, so that they
+    are no larger together; those that are made otherwise are left out.
+    """
+    types, consumers, smallest = walk.graph.types, walk.graph.consumers, dict[int, set[int]]()
+    for index, node in enumerate(walk.graph.nodes):
+        rule, varying = walk.rules[index], [v for v in node.inputs if v in walk.varying]
+        if index not in walk.placements or index in walk.loops or rule.is_product or rule.alias or rule.casts:
+            continue
+        if not all(walk.is_sum(v) and len(consumers[v]) == 1 for v in varying):
+            continue
+        made_of = set[int]().union(*(smallest.get(v, {v}) for v in varying))
+        nbytes = sum(types[v].nbytes for v in made_of)
+        for value in filter(walk.is_sum, node.outputs):
+            if nbytes < types[value].nbytes or (nbytes == types[value].nbytes and len(made_of) > 1):
+                smallest[value] = made_of
+    return smallest
 
 
 def _inside(walk: BatchWalk, around: _AroundTheLoop) -> set[int]:
@@ -311,7 +345,8 @@ def _check_order(graph: Graph, before: Sequence[int], after: Sequence[int], coun
 
 def _coupled(walk: BatchWalk, batch: Sequence[int]) -> str:
     refusal = (walk.refusals or walk.delayed)[0]
-    remedy = "leave out microbatches=, in a pipeline write microbatches=1"
+    is_one = walk.time.count == 1
+    remedy = "plan without stages" if is_one else "leave out microbatches=, in a pipeline write microbatches=1"
     if refusal.reason == PICKED:
         remedy += ", or pick the rows before the step and pass them beside the others"
     elif walk.coupling == "exact":

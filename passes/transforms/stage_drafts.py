@@ -175,10 +175,18 @@ class StepDrafts:
             made = (v for _, node in draft.nodes.values() for v in node.outputs)
             for value in (*draft.needed, *made):
                 self._first_stage.setdefault(value, at)
+        self._keep_state()
 
     def stage_of_output(self, value: int) -> int:
         """The stage that makes an output: the one it is placed on, else the first that computes or reads it anyway."""
         return self.stage_of[value] if value in self.stage_of else self._first_stage.get(value, 0)
+
+    def _keep_state(self) -> None:
+        """Lets each stage have the state whose next value it makes, which those that read it get from there."""
+        needed = set[int]().union(*(draft.needed for draft in self.drafts))
+        for output, position in self.state_pairs:
+            if (value := self.graph.inputs[position]) in needed:
+                self.drafts[self.stage_of_output(self.graph.outputs[output])].needed.add(value)
 
     def input_stages(self) -> tuple[int, ...]:
         """The stage of each input: that of its next step's value, else the first that reads it."""

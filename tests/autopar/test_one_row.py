@@ -73,9 +73,14 @@ def test_the_rows_of_microbatches_are_named_too():
 
         return jax.tree.map(jnp.add, params, jax.lax.scan(added, jax.tree.map(jnp.zeros_like, params), (xs, ys))[0])
 
-    params, x, y = example(8)
-    with pytest.raises(PlanningError, match=r"xs of .* rows of each of 8 microbatches, which are 1\n"):
-        autopar.parallelize(step, planner=DataParallel(), cluster=CLUSTER).plan(params, x[:, None], y[:, None])
+    parallel = autopar.parallelize(step, planner=DataParallel(), cluster=CLUSTER)
+    params, x, y = example(6)
+    with pytest.raises(PlanningError, match=r"xs of .* rows of each of 6 microbatches, which are 1\n"):
+        parallel.plan(params, x[:, None], y[:, None])
+    params, x, y = example(8)  # two for each device
+    assert {collective.kind for collective in parallel.plan(params, x[:, None], y[:, None]).collectives} == {
+        "all_reduce"
+    }
 
 
 @pytest.mark.parametrize("planner", [Auto(), Megatron(data=1, tensor=4), Megatron(data=1, tensor=2, pipeline=2)])

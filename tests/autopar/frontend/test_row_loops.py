@@ -163,6 +163,55 @@ def test_microbatches_by_hand_stay_one_after_the_other() -> None:
     assert not loops_over_batch(traced.graph, traced.state_pairs)
 
 
+def clipped(gradient: Params) -> Params:
+    norm = jnp.sqrt(sum((g**2).sum() for g in gradient.values()))
+    return jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), gradient)
+
+
+def of_example(params: Params, example: tuple[jax.Array, jax.Array]) -> jax.Array:
+    row, target = example
+    return ((of_row(params, row) - target) ** 2).sum()
+
+
+def clipped_in_map(params: Params, batch: Any) -> Params:
+    stacked = lax.map(lambda each: clipped(jax.grad(of_example)(params, each)), batch)
+    return jax.tree.map(lambda g: g.mean(0), stacked)
+
+
+def clipped_in_sum(params: Params, batch: Any) -> Params:
+    def add(total: Params, each: Any) -> tuple[Params, None]:
+        return jax.tree.map(jnp.add, total, clipped(jax.grad(of_example)(params, each))), None
+
+    return lax.scan(add, jax.tree.map(jnp.zeros_like, params), batch)[0]
+
+
+def adapted(params: Params, batch: Any) -> Params:
+    """The outer gradient of tasks, of which each takes a step of its own (MAML)."""
+
+    def of_task(params: Params, each: Any) -> jax.Array:
+        own = jax.tree.map(lambda p, g: p - 0.01 * g, params, jax.grad(of_example)(params, each))
+        return of_example(own, each)
+
+    return jax.grad(lambda params: lax.map(lambda each: of_task(params, each), batch).mean())(params)
+
+
+@pytest.mark.parametrize("gradient", [clipped_in_map, clipped_in_sum, adapted])
+@pytest.mark.parametrize("shape", [(), (5,)], ids=["examples", "tasks"])
+def test_a_gradient_of_each_row_is_of_the_rows_of_its_device(gradient: Any, shape: tuple[int, ...]) -> None:
+    """Features, or the few rows of a task, were taken for the rows of a microbatch."""
+
+    def step(params: Params, batch: Any) -> Params:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient(params, batch))
+
+    batch = DRAWS.normal(size=(ROWS, *shape, 4)), DRAWS.normal(size=(ROWS, *shape, 4))
+    for options in ({}, {"microbatches": 2}):
+        parallel = autopar.parallelize(step, planner=autopar.DataParallel(), **options)
+        plan = parallel.plan(PARAMS, batch)
+        assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
+        assert sum(c.nbytes * c.count for c in plan.collectives) <= sum(p.nbytes for p in PARAMS.values())
+        assert_close(parallel(PARAMS, batch), jax.jit(step)(PARAMS, batch))
+
+
 def shifted(params: Params, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
     def body(last: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         made = of_row(params, row)

@@ -135,6 +135,59 @@ def test_the_step_is_that_of_jit(way: str, loss: Loss):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), ours, theirs)
 
 
+def in_a_stack(params: dict[str, Any], batch: Any) -> Any:
+    """Layers written out, whose weights are rows of one array."""
+    hidden = jnp.tanh(batch @ params["up"])
+    for weight in params["mix"]:
+        hidden = jnp.tanh(hidden @ weight)
+    return jnp.mean((hidden @ params["down"] - batch) ** 2)
+
+
+def in_columns(params: dict[str, Any], batch: Any) -> Any:
+    """As layers in a stack, which are columns of one matrix."""
+    hidden = jnp.tanh(batch @ params["up"])
+    for weight in jnp.split(params["mix"], params["mix"].shape[1] // HIDDEN, axis=1):
+        hidden = jnp.tanh(hidden @ weight)
+    return jnp.mean((hidden @ params["down"] - batch) ** 2)
+
+
+def at_some_places(params: dict[str, Any], batch: Any) -> Any:
+    """The first rows of a table, for the places of what may be longer."""
+    hidden = jnp.tanh(batch @ params["up"]).reshape(-1, 4, HIDDEN // 4)
+    hidden = jnp.tanh(hidden + params["mix"][jnp.arange(4)]).reshape(-1, HIDDEN)
+    return jnp.mean((hidden @ params["down"] - batch) ** 2)
+
+
+def stacked_arguments(loss: Loss, dtype: str = "float32", layers: int = 3) -> tuple[dict[str, Any], Any]:
+    params, batch = arguments(dtype)
+    if loss is at_some_places:
+        return params | {"mix": params["mix"][:, : HIDDEN // 4]}, batch
+    axis = 0 if loss is in_a_stack else 1
+    mix = [params["mix"] * (1 - i / 4) for i in range(layers)]
+    return params | {"mix": jnp.stack(mix) if axis == 0 else jnp.concatenate(mix, axis=1)}, batch
+
+
+@pytest.mark.parametrize("loss", [in_a_stack, in_columns, at_some_places])
+@pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(2)], ids=["dp", "zero2"])
+def test_gradients_that_are_put_into_one_array_are_reduced_once(loss: Loss, planner: Any):
+    """They were put there in the loop, for which each microbatch reduced them."""
+    params, batch = stacked_arguments(loss)
+    step = autopar.parallelize(step_of(loss), cluster=CLUSTER, planner=planner, microbatches=4)
+    nbytes = sum(array.nbytes for name, array in params.items() if name != "mix")
+    nbytes += params["mix"][: 4 if loss is at_some_places else None].nbytes
+    kinds = {"all_reduce": 1, "reduce_scatter": 8}
+    reduced = sum(c.nbytes * c.count * kinds.get(c.kind, 0) for c in step.plan(params, batch).collectives)
+    assert nbytes <= reduced <= nbytes + SCALAR_NBYTES
+
+
+@pytest.mark.parametrize(("way", "loss"), each(WAYS, (in_a_stack, in_columns, at_some_places)))
+def test_the_step_with_layers_in_one_array_is_that_of_jit(way: str, loss: Loss):
+    with jax.enable_x64(True):
+        given = stacked_arguments(loss, "float64")
+        ours, theirs = (f(*given) for f in (autopar.parallelize(step_of(loss), **WAYS[way]), jax.jit(step_of(loss))))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), ours, theirs)
+
+
 def standardised(batch: dict[str, jax.Array]) -> jax.Array:
     return (batch["gain"] - batch["gain"].mean()) / (batch["gain"].std() + 1e-8)
 

@@ -119,3 +119,25 @@ def test_draws_that_a_recomputed_layer_makes_again_are_counted_whole() -> None:
             got, wanted = autopar.parallelize(step, **way)(*arguments), jax.jit(step)(*arguments)
             for ours, jits in zip(got, wanted, strict=True):
                 np.testing.assert_allclose(ours, jits, rtol=1e-10, atol=1e-12)
+
+
+def test_layers_are_not_computed_before_the_loop_for_what_all_rows_have_in_common() -> None:
+    """Layers in a loop, of which each adds a product of two means over the batch to the loss, as some mixtures of
+    experts do: the whole loop over layers was computed up front, and the one over microbatches had nothing left to do.
+    """
+
+    def step(weights: jax.Array, x: jax.Array) -> jax.Array:
+        def layer(carry: Any, weight: jax.Array) -> Any:
+            x, penalty = carry
+            shares = jax.nn.softmax(x @ weight)
+            return (x + jnp.tanh(x @ weight), penalty + (shares.mean(0) * (shares > 0.1).mean(0)).sum()), None
+
+        def loss(weights: jax.Array) -> jax.Array:
+            x_after, penalty = jax.lax.scan(layer, (x, 0.0), weights)[0]
+            return jnp.mean(x_after**2) + 0.01 * penalty
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    for way in WAYS:
+        with pytest.raises(autopar.PlanningError, match=r"mul at .*test_microbatch_regions.* needs as a whole"):
+            autopar.parallelize(step, **way)(jnp.ones((3, 8, 8)), jnp.ones((16, 8)))

@@ -113,3 +113,27 @@ def test_a_loop_over_layers_carries_embeddings_as_their_rows_lie():
         parallel = autopar.parallelize(step, planner=autopar.GPipe(stages=2, microbatches=1))
         made, wanted = parallel(weights, tokens), jax.jit(step)(weights, tokens)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12), made, wanted)
+
+
+def test_an_actor_may_learn_from_a_critic_that_has_been_updated():
+    """The critic's gradients are clipped together, and the actor's loss is of the critic that comes of that."""
+
+    def step(state: Any, observed: jax.Array, returns: jax.Array) -> Any:
+        critic, actor = state
+
+        def valued(critic: Any, acted: jax.Array) -> jax.Array:
+            return (jnp.tanh(jnp.concatenate([observed, acted], 1) @ critic["up"]) @ critic["down"])[:, 0]
+
+        error, gradients = jax.value_and_grad(lambda c: jnp.mean((valued(c, jnp.ones((8, 2))) - returns) ** 2))(critic)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients.values()))
+        critic = jax.tree.map(lambda c, g: c - 0.1 * g / jnp.maximum(norm, 1.0), critic, gradients)
+        value, gradient = jax.value_and_grad(lambda a: -jnp.mean(valued(critic, jnp.tanh(observed @ a))))(actor)
+        return (critic, actor - 0.1 * gradient), (error, value)
+
+    with jax.enable_x64(True):
+        draw = np.random.default_rng(0).normal
+        state = {"up": draw(size=(6, 8)), "down": draw(size=(8, 1))}, draw(size=(4, 2))
+        given = state, draw(size=(8, 4)), draw(size=8)
+        parallel = autopar.parallelize(step, planner=autopar.Pipeline(stages=2, microbatches=1))
+        made, wanted = parallel(*given), jax.jit(step)(*given)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12), made, wanted)

@@ -224,3 +224,20 @@ def test_a_method_runs():
             return x * self.scale
 
     assert_same(Model()(jnp.ones(8)), jnp.ones(8) * 3.0)
+
+
+@pytest.mark.parametrize("place", [int, np.asarray, jnp.asarray], ids=["number", "numpy", "array"])
+def test_state_that_is_no_array_yet_is_compiled_for_once(place: Any, caplog: pytest.LogCaptureFixture):
+    """As the `step=0` of a flax TrainState: it came back as an array on all devices, for which JAX compiled anew."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        weight, count = state
+        return (weight - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(weight), count + 1), count
+
+    state, x = (np.ones((4, 4), np.float32), place(0)), np.ones((16, 4), np.float32)
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel(), donate_argnums=0)
+    state, _ = parallel(state, x)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        (_, count), before = parallel(state, x)
+    assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+    assert (int(before), int(count)) == (1, 2)

@@ -257,3 +257,26 @@ def residual(vocabulary: int = 96, width: int = 8, layers: int = 6) -> tuple[Cal
     blocks = [(jax.random.normal(k, (width, 4 * width)), jax.random.normal(k, (4 * width, width))) for k in keys[1:]]
     params = {"embedding": jax.random.normal(keys[0], (vocabulary, width)), "blocks": blocks}
     return step, (params, jnp.arange(64).reshape(16, 4) % vocabulary)
+
+
+def test_state_may_be_read_in_another_stage_than_makes_it_anew():
+    """As the memory of a Transformer-XL, which the first layers read and the last ones leave."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, memory = state
+
+        def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+            hidden = jnp.tanh(jnp.concatenate([memory, x], 1) @ params["up"])
+            return jnp.mean((hidden @ params["down"]) ** 2), hidden[:, -memory.shape[1] :]
+
+        (value, memory), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), memory), value
+
+    with jax.enable_x64(True):
+        draw = np.random.default_rng(0).normal
+        ours = theirs = {"up": draw(size=(8, 8)), "down": draw(size=(8, 8))}, np.zeros((16, 3, 8))
+        parallel = autopar.parallelize(step, planner=GPipe(2, 2), donate_argnums=0)
+        for _ in range(3):
+            x = draw(size=(16, 4, 8))
+            (ours, value), (theirs, wanted) = parallel(ours, x), jax.jit(step)(theirs, x)
+            assert_close((ours, value), (theirs, wanted))

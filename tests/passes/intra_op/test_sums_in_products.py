@@ -46,7 +46,27 @@ def generated(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
     return filtered([jnp.sin(positions @ first) @ second * jnp.exp(-decay * positions)], base, x)
 
 
+def biased(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
+    """Attention with a bias for each distance, as T5 and Swin have it."""
+    positions = np.arange(x.shape[1])
+    distances = np.minimum(np.abs(positions[:, None] - positions), RANK - 1)
+    return jax.nn.softmax(x @ base @ x.swapaxes(1, 2) + weights[0][distances]) @ x
+
+
+def biased_in_loop(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
+    """Layers in a loop that share such a bias, which is spread before it."""
+    positions = np.arange(x.shape[1])
+    bias = weights[0][np.minimum(np.abs(positions[:, None] - positions), RANK - 1)]
+
+    def layer(x: jax.Array, _: Any) -> Any:
+        return jax.nn.softmax(x @ base @ x.swapaxes(1, 2) + bias) @ x, None
+
+    return jax.lax.scan(layer, x, None, length=2)[0]
+
+
 def shapes_of(layer: Callable[..., Any]) -> list[tuple[int, ...]]:
+    if layer in (biased, biased_in_loop):
+        return [(RANK,)]
     if layer is generated:
         return [(1, RANK), (RANK, WIDTH), (WIDTH,)]
     return [(LENGTH, WIDTH)] if layer is filtered else [(WIDTH, RANK), (RANK, WIDTH)]
@@ -69,12 +89,12 @@ def arguments(layer: Callable[..., Any], dtype: str = "float32") -> tuple[Any, j
     return [drawn(*shape) for shape in shapes_of(layer)], drawn(WIDTH, WIDTH), drawn(ROWS, LENGTH, WIDTH)
 
 
-LAYERS = (adapted, normalised, filtered, generated)
+LAYERS = (adapted, normalised, filtered, generated, biased, biased_in_loop)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_data_parallelism_reduces_what_is_updated(layer: Callable[..., Any]):
-    """It reduced the frozen weight's gradient, the filter's spectrum, and the filter that a network makes."""
+    """It reduced the frozen weight's gradient, the filter's spectrum, a network's filter, and the bias of pairs."""
 
     def wider(array: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct([64 * n if n == WIDTH else n for n in array.shape], array.dtype)

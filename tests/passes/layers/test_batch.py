@@ -13,6 +13,7 @@ import autopar
 from passes.layers import taken_for
 
 W = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+MODELS = {"a": jnp.ones((3, 8, 8)), "b": jnp.ones((3, 8, 8))}
 X, Y = jnp.ones((16, 8)), jnp.zeros(16, "int32")
 SQUARE = jnp.ones((8, 8))
 
@@ -86,6 +87,19 @@ def with_frozen_weights(w: Any, frozen: dict[str, jax.Array], x: jax.Array, y: j
     return descended(lambda w: losses(adapted(w), x, y).sum(), w)
 
 
+def with_samples(w: Any, frozen: Any, tokens: jax.Array, key: jax.Array) -> Any:
+    """Answers that a loop samples, through which a key goes beside the tokens, and weights to be held against."""
+
+    def sampled(_: int, carry: Any) -> Any:
+        tokens, key = carry
+        key, now = jax.random.split(key)
+        return jax.random.categorical(now, scores(w, w["a"][tokens])).astype(tokens.dtype), key
+
+    answers, key = jax.lax.fori_loop(0, 3, sampled, (tokens, key))
+    wanted = jax.nn.softmax(scores(frozen, frozen["a"][answers]))
+    return descended(lambda w: -(wanted * scores(w, w["a"][answers])).sum(-1).mean(), w), frozen, key
+
+
 def in_parts(w: Any, rates: jax.Array, x: jax.Array, y: jax.Array) -> Any:
     """Gradients that a loop over parts of the batch adds up."""
 
@@ -95,6 +109,20 @@ def in_parts(w: Any, rates: jax.Array, x: jax.Array, y: jax.Array) -> Any:
     parts = x.reshape(2, -1, 8), y.reshape(2, -1)
     total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, w), parts)
     return jax.tree.map(lambda p, g: p - rates.mean() * g, w, total)
+
+
+def side_by_side(w: Any, x: jax.Array, y: jax.Array, rates: jax.Array) -> Any:
+    """Several models at once, each with a learning rate of its own."""
+
+    def loss(w: Any) -> jax.Array:
+        return jax.vmap(losses, (0, None, None))(w, x, y).sum()
+
+    return descended(loss, w, rates[:, None, None])
+
+
+def side_by_side_on_some(w: Any, x: jax.Array, y: jax.Array, kept: jax.Array) -> Any:
+    """Several models at once, each on rows of its own choice."""
+    return descended(lambda w: (jax.vmap(losses, (0, None, None))(w, x, y) * kept).sum(), w)
 
 
 def tied(w: Any, tokens: jax.Array) -> jax.Array:
@@ -126,7 +154,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[str, ...]]] = 
         ),
         ("x", "y"),
     ),
+    "a loop with a key": (with_samples, (W, W, Y, jax.random.key(0)), ("tokens",)),
     "gradients that are added up": (in_parts, (W, jnp.ones(16), X, Y), ("x", "y")),
+    "a rate for each model": (side_by_side, (MODELS, X, Y, jnp.ones(3)), ("x", "y")),
+    "rows for each model": (side_by_side_on_some, (MODELS, X, Y, jnp.ones((3, 16))), ("x", "y")),
     "a forward pass": (scores, (W, X), ("x",)),
     "a forward pass of as many rows as features": (scores, (W, SQUARE), ("x",)),
     "tied weights": (tied, (W, Y), ("tokens",)),
