@@ -108,7 +108,7 @@ class Drafting:
         return fastest.microbatches if (fastest := search.fastest) else max(self.samples)
 
     def of_least_memory(self, cutoff: float) -> list[Draft]:
-        """Hand-made drafts that take less than `cutoff` seconds and are not expected to fit, those of least memory first."""
+        """Hand-made drafts that take less than `cutoff` seconds and are not expected to fit, of least memory first."""
         search = self.search(self.limits, cutoff, math.inf)
         self._by_hand(search, self._anchor, max(self.samples))
         unfit = [draft for draft in search.drafts if draft.excess(self.limits) > SLACK]
