@@ -19,6 +19,7 @@ from typing import cast
 
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_cycles import H100, Arithmetic
+from passes.memory.gpu_softmax import apart
 from passes.memory.operations import Operation, Shape
 
 FUSIBLE = frozenset(
@@ -86,6 +87,7 @@ class _Fusion:
         self.written = bytearray(len(operations))
         self.is_fixed = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
+        self.apart = apart(operations, self.readers)
 
     def decide(self) -> None:
         """Decides of every operation whether it is written to memory."""
@@ -108,7 +110,7 @@ class _Fusion:
             return True
         if operation.kind not in FUSIBLE or index in self.outputs or not roots:
             return False
-        if index in self.places or self.is_fixed[index]:
+        if index in self.places or index in self.apart or self.is_fixed[index]:
             return False
         if operation.name == SUM and any(self.operations[root].kind not in FUSIBLE for root in roots):
             return False
@@ -217,7 +219,9 @@ def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple
                 for o in ordered:
                     sums.setdefault(o, []).append(index)
             else:
-                over = tuple([o for o in over if o not in sums or reads.keys().isdisjoint(sums[o])])
+                rows = [o for o in over if o in sums and not _scatters(operations[o])]
+                beside = {o for o in rows if not reads.keys().isdisjoint(sums[o])}
+                over = tuple([o for o in over if o not in beside])
             kernels.append(Kernel(operation=index, reads=ordered, over=over))
     return tuple(kernels)
 
