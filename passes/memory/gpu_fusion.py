@@ -60,7 +60,7 @@ def fuse(
     """The kernels of a program, in the order of its operations, without those that no output needs."""
     fusion = _Fusion(operations, frozenset(outputs), arithmetic)
     fusion.decide()
-    return kernels_of(operations, fusion.written)
+    return kernels_of(operations, fusion.written, as_listed=True)
 
 
 class _Fusion:
@@ -201,8 +201,13 @@ def _adds_columns(index: int, operations: Sequence[Operation]) -> bool:
     return len(shape) - 1 not in added and math.prod(shape[d] for d in added) <= COLUMN
 
 
-def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple[Kernel, ...]:
+def kernels_of(
+    operations: Sequence[Operation], written: Sequence[int], *, as_listed: bool = False
+) -> tuple[Kernel, ...]:
     """The kernels of the operations that are `written`, by flags, each with what it reads.
+
+    That is in the order of the program, or `as_listed`: as XLA lists the operands of a kernel, which a post-order
+    follows. What is taken in lists what it reads last (HloFusionInstruction::FuseInstruction).
 
     XLA writes a softmax beside its exponents: what reads a sum is not written over what was summed. It scatters into
     the array itself.
@@ -212,7 +217,7 @@ def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple
     for index in range(len(operations)):
         if written[index]:
             reads = _reads(operations, written, index)
-            ordered = tuple(sorted(reads))
+            ordered = tuple(reads) if as_listed else tuple(sorted(reads))
             into = operations[index].operands[:1] if _scatters(operations[index]) else ()
             over = tuple([o for o in ordered if (reads[o] or o in into) and operations[o].kind not in RENAMED])
             if operations[index].kind == "reduce":

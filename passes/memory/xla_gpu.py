@@ -15,6 +15,7 @@ from passes.memory.gpu_collectives import Fuse, combined
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_layouts import viewed
 from passes.memory.gpu_orders import copied
+from passes.memory.gpu_rooms import at_once
 from passes.memory.gpu_scatters import added, unpadded
 from passes.memory.gpu_weights import laid_out
 from passes.memory.gpu_widening import widened
@@ -46,9 +47,9 @@ def _combined(
 ) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with transposes for products as views or copies, products split and collectives combined.
 
-    A scatter is fused with what it reads, as a sum is, and written over the array that it adds to. The maximum of a
-    window is a sum, too: what counts its places is computed in the kernel that compares. What a GPU has no arithmetic
-    for is in float32.
+    Rooms of one shape are made at once. A scatter is fused with what it reads, as a sum is, and written over the array
+    that it adds to. The maximum of a window is a sum, too: what counts its places is computed in the kernel that
+    compares. What a GPU has no arithmetic for is in float32.
     """
     place: Sequence[int] = range(len(operations))
     for step in _steps(weights, fuse):
@@ -59,7 +60,7 @@ def _combined(
 
 def _steps(weights: Weights, fuse: Fuse) -> Iterator[Callable[[Sequence[Operation], list[int]], Moved]]:
     """The changes to the operations of a program, given its outputs."""
-    yield lambda operations, outputs: (added(unpadded(operations), outputs), range(len(operations)))
+    yield lambda operations, outputs: at_once(added(unpadded(operations), outputs))
     yield lambda operations, outputs: (_summed(sliced_first(operations, outputs)), range(len(operations)))
     if not weights.from_hopper:
         yield lambda operations, _: widened(operations)
