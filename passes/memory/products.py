@@ -146,16 +146,20 @@ def _convolved(operations: Operations, params: Mapping[str, object], operands: S
 
 def _padded(operations: Operations, params: Mapping[str, object], images: int) -> int:
     """The operation of images with zeros around them where there are more at one end, as strides of "SAME" padding ask
-    for: the library pads both ends alike. The gradient of a kernel leaves to it what is at both.
+    for: the library pads both ends alike. The gradient of a kernel leaves to it what is at both, and may have more
+    zeros behind, as many as no window of the forward pass has reached.
 
-    Reference: XLA's ConvPaddingLegalization (xla/service/gpu/transforms/conv_padding_legalization.cc), as of jaxlib
-    0.10.
+    Reference: XLA's ConvPaddingLegalization (xla/service/gpu/transforms/conv_padding_legalization.cc), and
+    MatchBackwardFilter of conv_rewriter.cc beside it, as of jaxlib 0.10.
     """
     paddings = cast("Sequence[tuple[int, int]]", params["padding"])
-    apart, between = (cast("Sequence[int]", params[name]) for name in ("lhs_dilation", "rhs_dilation"))
-    if max(apart, default=1) > 1 or all(low == high for low, high in paddings) or min(map(min, paddings)) < 0:
+    apart, strides = (cast("Sequence[int]", params[name]) for name in ("lhs_dilation", "rhs_dilation"))
+    if max(apart, default=1) > 1:
         return images
-    if max(between) > 1:
+    paddings = [(low, max(high, min(low, high + by - 1))) for (low, high), by in zip(paddings, strides, strict=True)]
+    if all(low == high for low, high in paddings) or min(map(min, paddings)) < 0:
+        return images
+    if max(strides) > 1:
         paddings = [(low - min(low, high), high - min(low, high)) for low, high in paddings]
     _, _, *spatial = cast("Mapping[str, Shape]", params["dimension_numbers"])["lhs_spec"]
     read = operations[images]

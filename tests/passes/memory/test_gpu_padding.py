@@ -50,8 +50,12 @@ def test_images_are_padded_where_one_end_has_more_zeros(padding: Padding, read: 
     assert convolved(*images("gpu"), padding) == read
 
 
-@pytest.mark.parametrize(("padding", "read"), [(UNEVEN, (2, 33, 33, 8)), (((1, 2), (1, 1)), (2, 33, 32, 8))])
-def test_the_gradient_of_a_kernel_pads_by_what_one_end_has_more(padding: Padding, read: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("padding", "read"), [(UNEVEN, (2, 33, 33, 8)), (((1, 2), (1, 1)), (2, 33, 32, 8)), (((2, 1), (0, -1)), IMAGES)]
+)
+def test_the_gradient_of_a_kernel_pads_by_what_one_end_has_to_have_more(
+    padding: Padding, read: tuple[int, ...]
+) -> None:
     assert convolved(*images("gpu"), padding, of_kernel=True) == read
 
 
