@@ -20,7 +20,7 @@ from typing import cast
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.gpu_softmax import apart
-from passes.memory.operations import Operation, Shape
+from passes.memory.operations import DRAWN, Operation, Shape
 
 FUSIBLE = frozenset(
     {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "literal"}
@@ -88,6 +88,7 @@ class _Fusion:
         self.is_fixed = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
         self.apart = apart(operations, self.readers)
+        self.draws = any(operation.name == DRAWN for operation in operations)
 
     def decide(self) -> None:
         """Decides of every operation whether it is written to memory."""
@@ -116,7 +117,7 @@ class _Fusion:
             return False
         if len(roots) > OPERANDS and operation.size == 1:
             return False
-        if len(roots) > 1 and self._is_copied(index):
+        if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
         if len(roots) == 1 and _adds_columns(min(roots), self.operations) and operation.kind in ELEMENTWISE:
             return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]
@@ -166,6 +167,23 @@ class _Fusion:
                 return True
             (index,) = operation.operands
         return False
+
+    def _is_drawn(self, index: int) -> bool:
+        """Whether an operation follows from random bits and numbers alone: its hundred steps take longer than to read
+        what they make.
+        """
+        while (operation := self.operations[index]).kind in FUSIBLE and operation.name != DRAWN:
+            read = [o for o in operation.operands if not self._is_number(o)]
+            if len(read) != 1:
+                return False
+            (index,) = read
+        return operation.name == DRAWN
+
+    def _is_number(self, index: int) -> bool:
+        """Whether an operation is the same number everywhere."""
+        operation = self.operations[index]
+        (source, *_) = operation.operands or (index,)
+        return self.operations[source if operation.kind == "broadcast" else index].kind == "literal"
 
     def _work_nbytes(self, index: int) -> float:
         """Bytes that memory moves while a kernel computes an operation and what it alone follows from."""
