@@ -19,7 +19,8 @@ from typing import cast
 
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_cycles import H100, Arithmetic
-from passes.memory.operations import Operation, Shape
+from passes.memory.gpu_softmax import apart
+from passes.memory.operations import DRAWN, Operation, Shape
 
 FUSIBLE = frozenset(
     {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "literal"}
@@ -59,7 +60,7 @@ def fuse(
     """The kernels of a program, in the order of its operations, without those that no output needs."""
     fusion = _Fusion(operations, frozenset(outputs), arithmetic)
     fusion.decide()
-    return kernels_of(operations, fusion.written)
+    return kernels_of(operations, fusion.written, as_listed=True)
 
 
 class _Fusion:
@@ -86,6 +87,8 @@ class _Fusion:
         self.written = bytearray(len(operations))
         self.is_fixed = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
+        self.apart = apart(operations, self.readers)
+        self.draws = any(operation.name == DRAWN for operation in operations)
 
     def decide(self) -> None:
         """Decides of every operation whether it is written to memory."""
@@ -108,13 +111,13 @@ class _Fusion:
             return True
         if operation.kind not in FUSIBLE or index in self.outputs or not roots:
             return False
-        if index in self.places or self.is_fixed[index]:
+        if index in self.places or index in self.apart or self.is_fixed[index]:
             return False
         if operation.name == SUM and any(self.operations[root].kind not in FUSIBLE for root in roots):
             return False
         if len(roots) > OPERANDS and operation.size == 1:
             return False
-        if len(roots) > 1 and self._is_copied(index):
+        if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
         if len(roots) == 1 and _adds_columns(min(roots), self.operations) and operation.kind in ELEMENTWISE:
             return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]
@@ -165,6 +168,23 @@ class _Fusion:
             (index,) = operation.operands
         return False
 
+    def _is_drawn(self, index: int) -> bool:
+        """Whether an operation follows from random bits and numbers alone: its hundred steps take longer than to read
+        what they make.
+        """
+        while (operation := self.operations[index]).kind in FUSIBLE and operation.name != DRAWN:
+            read = [o for o in operation.operands if not self._is_number(o)]
+            if len(read) != 1:
+                return False
+            (index,) = read
+        return operation.name == DRAWN
+
+    def _is_number(self, index: int) -> bool:
+        """Whether an operation is the same number everywhere."""
+        operation = self.operations[index]
+        (source, *_) = operation.operands or (index,)
+        return self.operations[source if operation.kind == "broadcast" else index].kind == "literal"
+
     def _work_nbytes(self, index: int) -> float:
         """Bytes that memory moves while a kernel computes an operation and what it alone follows from."""
         work, operation = 0.0, self.operations[index]
@@ -199,8 +219,13 @@ def _adds_columns(index: int, operations: Sequence[Operation]) -> bool:
     return len(shape) - 1 not in added and math.prod(shape[d] for d in added) <= COLUMN
 
 
-def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple[Kernel, ...]:
+def kernels_of(
+    operations: Sequence[Operation], written: Sequence[int], *, as_listed: bool = False
+) -> tuple[Kernel, ...]:
     """The kernels of the operations that are `written`, by flags, each with what it reads.
+
+    That is in the order of the program, or `as_listed`: as XLA lists the operands of a kernel, which a post-order
+    follows. What is taken in lists what it reads last (HloFusionInstruction::FuseInstruction).
 
     XLA writes a softmax beside its exponents: what reads a sum is not written over what was summed. It scatters into
     the array itself.
@@ -210,14 +235,16 @@ def kernels_of(operations: Sequence[Operation], written: Sequence[int]) -> tuple
     for index in range(len(operations)):
         if written[index]:
             reads = _reads(operations, written, index)
-            ordered = tuple(sorted(reads))
+            ordered = tuple(reads) if as_listed else tuple(sorted(reads))
             into = operations[index].operands[:1] if _scatters(operations[index]) else ()
             over = tuple([o for o in ordered if (reads[o] or o in into) and operations[o].kind not in RENAMED])
             if operations[index].kind == "reduce":
                 for o in ordered:
                     sums.setdefault(o, []).append(index)
             else:
-                over = tuple([o for o in over if o not in sums or reads.keys().isdisjoint(sums[o])])
+                rows = [o for o in over if o in sums and not _scatters(operations[o])]
+                beside = {o for o in rows if not reads.keys().isdisjoint(sums[o])}
+                over = tuple([o for o in over if o not in beside])
             kernels.append(Kernel(operation=index, reads=ordered, over=over))
     return tuple(kernels)
 

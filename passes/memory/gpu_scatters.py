@@ -38,3 +38,28 @@ def unpadded(operations: Sequence[Operation]) -> list[Operation]:
         changed[scatter] = operations[scatter]._replace(operands=(kept, *places), shape=operation.shape)
         changed[index] = operation._replace(kind="bitcast")
     return changed
+
+
+def added(operations: Sequence[Operation], outputs: Sequence[int]) -> list[Operation]:
+    """The operations with scatters onto a sum as sums with what is scattered onto zeros, where that is read as it is.
+
+    The gradient of a cross-entropy's log-probabilities is such: what is scattered for the labels is summed along rows,
+    too. Only where nothing else reads it does XLA scatter onto the other summand.
+    """
+    needed = bytearray(len(operations))
+    for output in outputs:
+        needed[output] = True
+    for index in reversed(range(len(operations))):
+        for o in operations[index].operands if needed[index] else ():
+            needed[o] = True
+    changed = list(operations)
+    onto_zeros: dict[tuple[tuple[int, ...], object], int] = {}
+    for index, operation in enumerate(operations):
+        if operation.kind != "update" or not operation.name.startswith("scatter") or not needed[index]:
+            continue
+        into, *places = operation.operands
+        key = (tuple(places), operation.tag)
+        first = onto_zeros.setdefault(key, index)
+        if first != index and operations[first].shape == operation.shape:
+            changed[index] = operation._replace(kind="elementwise", operands=(into, first), tag="add")
+    return changed

@@ -17,7 +17,7 @@ from typing import cast
 
 from passes.ir import Node, TensorType
 from passes.memory.grouped_products import grouped
-from passes.memory.operations import TRANSPOSED, Operations, Shape, is_number
+from passes.memory.operations import DRAWN, TRANSPOSED, Operations, Shape, is_number
 from passes.memory.pads_and_joins import concatenated, padded
 from passes.memory.products import contraction, convolution
 from passes.memory.windows import selected, windowed
@@ -254,11 +254,14 @@ def _solved(operations: Operations, node: Node, operands: Sequence[int], results
 
 
 def _random(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of random bits: two counter words for each word of the result go round a loop, copied once.
+    """The operations of random bits: two counter words for each word of the result go round a loop, copied once. On
+    GPUs the rounds are unrolled, and are computed element by element.
 
     Reference: jax.random, threefry2x32 with partitionable counters.
     """
     (type,) = results
+    if operations.compiler == "gpu":
+        return [operations.add("expensive", operands, type.shape, type.dtype, (DRAWN, operations.at))]
     words = TensorType(shape=type.shape, dtype="uint64" if type.item_nbytes == 8 else "uint32")
     both = [operations.add("fresh", (), words.shape, words.dtype, ("counter", operations.at, i)) for i in range(2)]
     copies = [operations.add("opaque", (o,), words.shape, words.dtype, ("copy", operations.at)) for o in both]

@@ -56,6 +56,9 @@ BY_COLUMNS = (((0,), (0,)), ((), ()))
 TRANSPOSED = "transposed"
 """The tag of a product with its sides swapped, which is it transposed: another name for it."""
 
+DRAWN = "threefry2x32"
+"""The name of random bits that are computed element by element."""
+
 COMMUTATIVE = frozenset({"add", "multiply", "maximum", "minimum"})
 
 UNIFORM = frozenset({"literal", "broadcast"})

@@ -152,7 +152,8 @@ def _convolved(operations: Operations, params: Mapping[str, object], operands: S
     numbers = cast("Mapping[str, Shape]", params["dimension_numbers"])
     (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
     first, last, *between = numbers["out_spec"]
-    lhs = operations.transpose(operands[0], (batch, *spatial, feature))
+    images = _padded(operations, params, operands[0]) if operations.compiler == "gpu" else operands[0]
+    lhs = operations.transpose(images, (batch, *spatial, feature))
     rhs = operations.transpose(operands[1], (*window, into, out))
     order = (first, *between, last)
     shape = tuple(type.shape[d] for d in order)
@@ -160,6 +161,31 @@ def _convolved(operations: Operations, params: Mapping[str, object], operands: S
         lhs, rhs = _framed(operations, params, lhs, rhs, shape[1:-1])
     convolved = operations.add("opaque", (lhs, rhs), shape, type.dtype, ("convolution", operations.at))
     return operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))
+
+
+def _padded(operations: Operations, params: Mapping[str, object], images: int) -> int:
+    """The operation of images with zeros around them where there are more at one end, as strides of "SAME" padding ask
+    for: the library pads both ends alike. The gradient of a kernel leaves to it what is at both, and may have more
+    zeros behind, as many as no window of the forward pass has reached.
+
+    Reference: XLA's ConvPaddingLegalization (xla/service/gpu/transforms/conv_padding_legalization.cc), and
+    MatchBackwardFilter of conv_rewriter.cc beside it, as of jaxlib 0.10.
+    """
+    paddings = cast("Sequence[tuple[int, int]]", params["padding"])
+    apart, strides = (cast("Sequence[int]", params[name]) for name in ("lhs_dilation", "rhs_dilation"))
+    if max(apart, default=1) > 1:
+        return images
+    paddings = [(low, max(high, min(low, high + by - 1))) for (low, high), by in zip(paddings, strides, strict=True)]
+    if all(low == high for low, high in paddings) or min(map(min, paddings)) < 0:
+        return images
+    if max(strides) > 1:
+        paddings = [(low - min(low, high), high - min(low, high)) for low, high in paddings]
+    _, _, *spatial = cast("Mapping[str, Shape]", params["dimension_numbers"])["lhs_spec"]
+    read = operations[images]
+    added = dict(zip(spatial, map(sum, paddings), strict=True))
+    shape = tuple(size + added.get(d, 0) for d, size in enumerate(read.shape))
+    zero = operations.literal(0.0, read.dtype)
+    return operations.add("rearrange", (images, zero), shape, read.dtype, ("pad", *map(tuple, paddings)))
 
 
 def _framed(

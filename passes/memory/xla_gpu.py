@@ -5,7 +5,7 @@ in float32 what they cannot in bfloat16, and wait for collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
 
@@ -15,7 +15,8 @@ from passes.memory.gpu_collectives import Fuse, combined
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_layouts import viewed
 from passes.memory.gpu_orders import copied
-from passes.memory.gpu_scatters import unpadded
+from passes.memory.gpu_rooms import at_once
+from passes.memory.gpu_scatters import added, unpadded
 from passes.memory.gpu_weights import laid_out
 from passes.memory.gpu_widening import widened
 from passes.memory.holders import Temporaries
@@ -26,6 +27,9 @@ from passes.memory.split_products import Weights, split
 
 SUMS: Mapping[str, str] = MappingProxyType({"update": "scatter", "opaque": "window"})
 """Kinds of operations that are fused with what they read, as sums are, and what the names of these begin with."""
+
+Moved = tuple[Sequence[Operation], Sequence[int]]
+"""Operations that were changed, and the new position of each old one."""
 
 
 @cache
@@ -43,16 +47,30 @@ def _combined(
 ) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with transposes for products as views or copies, products split and collectives combined.
 
-    A scatter is fused with what it reads, as a sum is, and written over the array that it adds to. The maximum of a
-    window is a sum, too: what counts its places is computed in the kernel that compares. What a GPU has no arithmetic
-    for is in float32.
+    Rooms of one shape are made at once. A scatter is fused with what it reads, as a sum is, and written over the array
+    that it adds to. The maximum of a window is a sum, too: what counts its places is computed in the kernel that
+    compares. What a GPU has no arithmetic for is in float32.
     """
+    place: Sequence[int] = range(len(operations))
+    for step in _steps(weights, fuse):
+        operations, moved = step(operations, [place[o] for o in outputs])
+        place = [moved[p] for p in place]
+    return tuple(operations), tuple(place)
+
+
+def _steps(weights: Weights, fuse: Fuse) -> Iterator[Callable[[Sequence[Operation], list[int]], Moved]]:
+    """The changes to the operations of a program, given its outputs."""
+    yield lambda operations, outputs: at_once(added(unpadded(operations), outputs))
+    yield lambda operations, outputs: (_summed(sliced_first(operations, outputs)), range(len(operations)))
+    if not weights.from_hopper:
+        yield lambda operations, _: widened(operations)
+    yield reassociated
+    yield copied
+    yield lambda operations, _: split(viewed(laid_out(operations)), weights)
+    yield partial(combined, fuse=fuse)
+
+
+def _summed(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations with those that are fused as sums are as sums."""
     sums = [o.kind in SUMS and o.name.startswith(SUMS[o.kind]) for o in operations]
-    sliced = sliced_first(unpadded(operations), outputs)
-    fused = [o._replace(kind="reduce") if s else o for o, s in zip(sliced, sums, strict=True)]
-    wide, first = (fused, range(len(fused))) if weights.from_hopper else widened(fused)
-    summed, at = reassociated(wide, [first[o] for o in outputs])
-    ordered, beside = copied(summed, [at[first[o]] for o in outputs])
-    changed, place = split(viewed(laid_out(ordered)), weights)
-    joined, moved = combined(changed, [place[beside[at[first[o]]]] for o in outputs], fuse)
-    return joined, tuple(moved[place[beside[at[p]]]] for p in first)
+    return [o._replace(kind="reduce") if s else o for o, s in zip(operations, sums, strict=True)]

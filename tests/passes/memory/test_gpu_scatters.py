@@ -1,8 +1,8 @@
-"""Scatters on GPUs into padding that is cut off: not into it, and onto zeros that are there already."""
+"""Scatters on GPUs: not into padding that is cut off, onto zeros that are there already, once where both are read."""
 
 from __future__ import annotations
 
-from passes.memory.gpu_scatters import unpadded
+from passes.memory.gpu_scatters import added, unpadded
 from passes.memory.operations import Operation, Shape
 from passes.memory.windows import HEAD
 from tests.passes.memory.device_programs import operation
@@ -43,3 +43,26 @@ def test_what_is_cut_off_in_front_is_scattered_into() -> None:
 def test_padded_zeros_that_something_else_reads_stay() -> None:
     every = [*pooled(PADDED, HEAD), operation("elementwise", 5, shape=PADDED, name="negate")]
     assert unpadded(every) == every
+
+
+def scattered(*readers: Operation) -> list[Operation]:
+    """What is scattered onto zeros, and the same onto another array in place of a sum; readers of the former."""
+    return [
+        operation("input", shape=IMAGES, tag=0),
+        operation("input", shape=WINDOWS, tag=1),
+        operation("literal", tag=("float", 0.0)),
+        operation("broadcast", 2, shape=IMAGES, tag=()),
+        operation("update", 3, 1, 1, shape=IMAGES, tag=("scatter-add", 0)),
+        operation("update", 0, 1, 1, shape=IMAGES, tag=("scatter-add", 0)),
+        *readers,
+    ]
+
+
+def test_what_is_scattered_onto_zeros_for_another_reader_is_added() -> None:
+    changed = added(scattered(operation("elementwise", 4, shape=IMAGES, name="negate")), (5, 6))
+    assert (changed[5].kind, changed[5].name, changed[5].operands) == ("elementwise", "add", (0, 4))
+
+
+def test_what_is_scattered_for_a_sum_alone_is_scattered_onto_the_other_summand() -> None:
+    every = scattered(operation("elementwise", 4, shape=IMAGES, name="negate"))
+    assert added(every, (5,)) == every

@@ -115,6 +115,14 @@ def test_a_sum_of_numbers_is_not_computed_again_by_more_kernels_than_one_has_ope
     assert set(kernels[5].reads) == ({4} if written else {0, 1, 2})
 
 
+def test_a_kernel_lists_what_it_reads_for_what_it_takes_in_last() -> None:
+    """As XLA lists the operands of a fusion, which the order of kernels follows."""
+    arrays = [operation("input", shape=TABLE, tag=i) for i in range(3)]
+    taken_in = operation("elementwise", 0, 2, shape=TABLE, name="multiply")
+    total = operation("elementwise", 3, 1, shape=TABLE, name="add")
+    assert {k.operation: k for k in fuse((*arrays, taken_in, total), (4,))}[4].reads == (1, 0, 2)
+
+
 def test_what_was_summed_is_not_written_over_by_what_reads_the_sum() -> None:
     """A softmax: its exponents and their sum are read once more."""
     scores = [operation("input", shape=TABLE, tag=0), operation("dot", 0, 0, shape=TABLE, tag=MATRIX)]
@@ -244,7 +252,7 @@ def test_a_scatter_is_written_over_what_it_adds_to() -> None:
         operation("reduce", 3, 0, shape=TABLE, name="scatter-add"),
     )
     kernels = {kernel.operation: kernel for kernel in fuse(every, (4, 5))}
-    assert {o: kernel.reads for o, kernel in kernels.items()} == {0: (), 1: (0,), 3: (), 4: (0, 1), 5: (0, 3)}
+    assert {o: kernel.reads for o, kernel in kernels.items()} == {0: (), 1: (0,), 3: (), 4: (1, 0), 5: (3, 0)}
     assert (kernels[4].over, kernels[5].over) == ((1,), (3,))
 
 

@@ -1,0 +1,101 @@
+"""The rows from which their maximum is taken away, which XLA's GPU compiler writes by a Triton kernel of their own.
+
+A softmax begins so: the kernel reads a row once, finds its maximum and subtracts it. Kernels of the same kind may
+compute that again, as long as they do what Triton does: work on elements, and sums and maxima along rows. Where another
+kernel needs it, it is written: one that picks the label of each row, as cross-entropy does, scatters or adds up all
+rows at once. Logits are then in memory in the dtype of the loss, from the forward pass to their gradient.
+
+Reference: SoftmaxRewriterTriton (xla/service/gpu/transforms/softmax_rewriter_triton.cc), which found no row faster to
+compute without it in any program tried; PriorityFusion's CanFuseTriton; jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from passes.memory.operations import Operation, Shape
+
+ELEMENTWISE = frozenset({"elementwise", "expensive"})
+VIEWS = frozenset({"bitcast", "transpose"})
+
+
+def apart(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> frozenset[int]:
+    """The operations that end a kernel of Triton's, since some reader of theirs is no part of one.
+
+    `readers` are those of every operation that some output needs.
+    """
+    begun = [i for i, o in enumerate(operations) if o.name == "subtract" and _is_diamond(operations, readers, i)]
+    if not begun:
+        return frozenset()
+    picked = _picked(operations, readers)
+    ends, rows = set[int](), set(begun)
+    for index in range(begun[0], len(operations)):
+        if index not in rows:
+            continue
+        behind = readers[index]
+        if operations[index].kind in ELEMENTWISE and not all(
+            _is_triton(operations, readers, picked, o) for o in behind
+        ):
+            ends.add(index)
+        else:
+            rows.update(o for o in behind if operations[o].kind in ELEMENTWISE | VIEWS)
+    return frozenset(ends)
+
+
+def _is_diamond(operations: Sequence[Operation], readers: Sequence[Sequence[int]], root: int) -> bool:
+    """Whether an operation on rows takes the maximum of each from it, both read for this alone."""
+    if len(operations[root].operands) != 2:
+        return False
+    minuend, subtrahend = operations[root].operands
+    broadcast = _before(operations, readers, subtrahend, "broadcast")
+    if broadcast < 0 or len(readers[broadcast]) > 1:
+        return False
+    spread = operations[broadcast]
+    if len(spread.shape) - 1 in cast("Shape", spread.tag):
+        return False
+    reduce = _before(operations, readers, spread.operands[0], "reduce")
+    if reduce < 0 or len(readers[reduce]) > 1 or operations[reduce].name != "reduce-max":
+        return False
+    (rows,) = operations[reduce].operands
+    _, reduced = cast("tuple[str, Shape]", operations[reduce].tag)
+    if tuple(reduced) != (len(operations[rows].shape) - 1,):
+        return False
+    while minuend != rows and operations[minuend].kind == "bitcast":
+        (minuend,) = operations[minuend].operands
+    while minuend != rows and operations[rows].kind == "bitcast":
+        (rows,) = operations[rows].operands
+    return minuend == rows
+
+
+def _before(operations: Sequence[Operation], readers: Sequence[Sequence[int]], index: int, kind: str) -> int:
+    """The operation of a kind that one follows from alone, by others that nothing else reads; -1 if there is none."""
+    while operations[index].kind != kind:
+        operation = operations[index]
+        if operation.kind not in (*ELEMENTWISE, "bitcast") or len(operation.operands) != 1 or len(readers[index]) > 1:
+            return -1
+        (index,) = operation.operands
+    return index
+
+
+def _picked(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> set[int]:
+    """The operations of which only some elements are computed: those that a gather picks."""
+    picked: set[int] = set()
+    for index in reversed(range(len(operations))):
+        operation = operations[index]
+        takes_in = operation.kind in (*ELEMENTWISE, *VIEWS) and readers[index]
+        if operation.kind == "gather" or (takes_in and picked.issuperset(readers[index])):
+            picked.add(index)
+    return picked
+
+
+def _is_triton(operations: Sequence[Operation], readers: Sequence[Sequence[int]], picked: set[int], index: int) -> bool:
+    """Whether an operation may be part of a kernel of Triton's, or reads what is in memory."""
+    operation = operations[index]
+    if index in picked or operation.kind in ("gather", "update"):
+        return False
+    if operation.kind != "reduce":
+        return True
+    name, reduced = cast("tuple[str, Shape]", operation.tag)
+    rows = tuple(reduced) == (len(operations[operation.operands[0]].shape) - 1,)
+    return rows and not any(operations[o].name == name for o in readers[index])  # those are one sum of all rows

@@ -1,0 +1,74 @@
+"""Rows less their maximum on GPUs: in memory where something else than Triton's kernels reads them."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_softmax import apart
+from passes.memory.operations import Operation
+from tests.passes.memory.device_programs import ROWS, TABLE, operation
+
+BY_COLUMNS = ("reduce-max", (0,))
+ALL = ("reduce-sum", (0,))
+
+
+def shifted(*, largest: object = None) -> list[Operation]:
+    """Logits, a product that is converted, less their largest in each row; its exponents and their sum."""
+    rows = TABLE[1:] if largest == BY_COLUMNS else ROWS
+    return [
+        operation("input", shape=TABLE, tag=0),
+        operation("dot", 0, 0, shape=TABLE, tag=(((1,), (0,)), ((), ()))),
+        operation("elementwise", 1, shape=TABLE, name="convert bfloat16"),
+        operation("reduce", 2, shape=rows, name="reduce-max", tag=largest),
+        operation("broadcast", 3, shape=TABLE, tag=(1,) if largest == BY_COLUMNS else (0,)),
+        operation("elementwise", 2, 4, shape=TABLE, name="subtract"),
+        operation("expensive", 5, shape=TABLE, name="exponential"),
+        operation("reduce", 6, name="reduce-sum"),
+        operation("expensive", 7, name="log"),
+        operation("broadcast", 8, shape=TABLE, tag=(0,)),
+        operation("elementwise", 5, 9, shape=TABLE, name="subtract"),
+    ]
+
+
+def written(operations: list[Operation], *outputs: int) -> set[int]:
+    return {kernel.operation for kernel in fuse(operations, outputs)}
+
+
+def test_logits_of_which_labels_are_picked_are_written_less_their_maximum() -> None:
+    picked = [*shifted(), operation("input", tag=1), operation("gather", 10, 11)]
+    assert 5 in written(picked, 12)
+    assert 10 not in written(picked, 12)
+
+
+def test_a_softmax_for_a_product_is_one_kernel() -> None:
+    softmax = [*shifted(), operation("expensive", 10, shape=TABLE, name="exponential")]
+    kernels = written([*softmax, operation("dot", 11, 0, shape=TABLE, tag=(((1,), (0,)), ((), ())))], 12)
+    assert 11 in kernels
+    assert kernels.isdisjoint({5, 6, 10})
+
+
+def test_nothing_is_apart_where_no_maximum_is_taken_away() -> None:
+    every = [operation("input", shape=TABLE, tag=0), operation("elementwise", 0, shape=TABLE, name="negate")]
+    assert apart(every, ([1], [])) == frozenset()
+
+
+def test_what_is_summed_over_all_rows_is_written_for_that() -> None:
+    """As the loss of labels by their shares is: sums of rows and of all are one."""
+    labels = [*shifted(), operation("input", shape=TABLE, tag=1), operation("elementwise", 10, 11, shape=TABLE)]
+    by_rows = operation("reduce", 12, name="reduce-sum")
+    assert 12 not in written([*labels, by_rows], 13)
+    assert 12 in written([*labels, by_rows, operation("reduce", 13, shape=(), name="reduce-sum", tag=ALL)], 14)
+
+
+@pytest.mark.parametrize("reason", ["another order", "the largest of columns", "read twice"])
+def test_other_differences_are_computed_where_they_are_read(reason: str) -> None:
+    every = shifted(largest=BY_COLUMNS if reason == "the largest of columns" else None)
+    if reason == "another order":
+        every[5] = operation("elementwise", 4, 2, shape=TABLE, name="subtract")
+    picked = [*every, operation("input", tag=1), operation("gather", 10, 11)]
+    outputs = (12,)
+    if reason == "read twice":
+        picked.append(operation("elementwise", 3, name="negate"))
+        outputs = (12, 13)
+    assert 5 not in written(picked, *outputs)
