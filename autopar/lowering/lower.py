@@ -117,9 +117,7 @@ def _offloading(program: Program, traced: Traced, plan: Plan) -> Program:
 
 
 def _keeps_at_hosts(shardings: Sequence[Sharding]) -> bool:
-    """Whether arrays of several devices can be in their host's memory, which XLA:CPU of jaxlib 0.10.1 does
-    not support.
-    """
+    """Whether arrays of several devices can be in their host's memory, not so with XLA:CPU of jaxlib 0.10.1."""
     on_cpus = all(device.platform == "cpu" for sharding in shardings for device in sharding.device_set)
     return not on_cpus or jax.__version_info__ >= (0, 10, 2)
 
@@ -168,9 +166,7 @@ class Semantics(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OnPieces:
-    """The semantics of pieces: arrays are one device's, and reshardings are collectives, inside a `shard_map` over
-    `mesh`.
-    """
+    """The semantics of one device's pieces inside a `shard_map` over `mesh`: reshardings are collectives."""
 
     planned: Mesh
 
@@ -263,9 +259,7 @@ class _State:
                 self.moved[move.value, move.after, move.phase] = part.reshape(array.shape)
 
     def bring(self, reshardings: Sequence[Resharding]) -> None:
-        """Runs the reshardings that are in no pack, each from the value's first placement or from the one it was
-        reduced to.
-        """
+        """Runs the reshardings that are in no pack, from the value's first placement or what it was reduced to."""
         for move in reshardings:
             if (move.value, move.after, move.phase) in self.moved:
                 continue

@@ -182,21 +182,21 @@ def test_every_mesh_is_tabulated_and_solved():
 def test_forms_are_named_and_may_have_a_time_budget():
     told: list[Progress] = []
     found = cheapest_variant(varied(told.append, {2: 0.9, 4: 0.8, 5: 0.7}, seconds=60.0))
-    assert found.step_seconds == 0.7
-    assert found.microbatches == 2
+    assert (found.step_seconds, found.microbatches) == (0.7, 2)
     assert [p.phase for p in told if p.phase.endswith("fit")] == [
         "fit",
-        "2 microbatches, layers keep inputs: fit",
         "layers keep inputs: fit",
+        "2 microbatches, layers keep inputs: fit",
+        "layers keep matmuls: fit",
         "2 microbatches, layers keep matmuls: fit",
         "2 microbatches: fit",
         "4 microbatches: fit",
         "4 microbatches, layers keep matmuls: fit",
-        "layers keep matmuls: fit",
+        "2 microbatches, layers keep different things: fit",
     ]
     assert told[0].best_seconds == 0.5
     bests = [p.best_seconds for p in told if "fit" in p.phase]
-    assert bests == [None, None, 0.9, 0.9, 0.8, 0.7, 0.7, 0.7]
+    assert bests == [None, None, None, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7]
     left = [p.seconds_left for p in told if p.seconds_left is not None]
     assert left == sorted(left, reverse=True)
     assert 0 < left[-1] <= left[0] <= 60.0
@@ -216,7 +216,7 @@ def test_no_time_is_left_where_none_was_given():
     assert all(p.seconds_left is None for p in told)
 
 
-@pytest.mark.parametrize(("most", "planned", "seconds"), [(3, 4, 0.9), (4, 4, 0.9), (99, 9, 0.7)])
+@pytest.mark.parametrize(("most", "planned", "seconds"), [(3, 4, 0.9), (4, 4, 0.9), (99, 10, 0.7)])
 def test_a_search_among_forms_ends_after_so_much_work(most: int, planned: int, seconds: float):
     """The step as it is and the leanest form in each number of microbatches are planned whatever that takes."""
     search = varied(lambda _: None, {2: 0.9, 4: 0.8, 5: 0.7}, most=most)
@@ -286,7 +286,7 @@ def test_a_planner_that_was_not_asked_to_is_stopped():
 def test_a_search_among_forms_returns_the_best_that_fits():
     report = stopping(lambda p: p.phase.startswith("2 microbatches: fit"))
     found = cheapest_variant(varied(report, {2: 0.9, 4: 0.8}))
-    assert (found.step_seconds, found.microbatches, found.solution.status) == (0.8, 2, "interrupted")
+    assert (found.step_seconds, found.microbatches, found.solution.status) == (0.8, 1, "interrupted")
 
 
 def test_a_search_among_forms_without_one_that_fits_has_none():
