@@ -1,4 +1,4 @@
-"""Twenty functions that are no model of the zoo: decompositions, loops and kernels that models do without."""
+"""Functions that are no model of the zoo: decompositions, loops, kernels that models do without, and single layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from benchmarks.gradients import GRADIENTS
 
 ROWS, COLUMNS = 1024, 512
 RATE = 0.1
@@ -154,4 +156,5 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
         "attention": Function(call=_step(_attended), arguments=(_WEIGHT, _MATRIX), is_step=True),
         "half": Function(call=_step(_half), arguments=(_WEIGHT, _MATRIX), is_step=True),
     }
+    | {name: Function(call=_step(loss), arguments=given, is_step=True) for name, (loss, given) in GRADIENTS.items()}
 )

@@ -1,7 +1,7 @@
 """Predicted peak memory against XLA's own analysis, over the model zoo: `python -m benchmarks.memory --help`.
 
 Every model is planned and compiled for 8 virtual CPU devices under each planner, in float32 and in bfloat16, with its
-blocks recomputed or not and in 1 to 8 microbatches; then twenty functions that are no models. What the plan predicts
+blocks recomputed or not and in 1 to 8 microbatches; then functions that are no models. What the plan predicts
 for one device is held against what XLA's CPU compiler reports: arguments, plus outputs, less what they share, plus
 temporaries. `--zero` holds model states against the ZeRO paper's.
 """

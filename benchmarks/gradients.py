@@ -1,0 +1,152 @@
+"""Losses of single layers, which are no model of the zoo: what surrounds products in networks of many kinds."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SEQUENCES, LENGTH, WIDTH = 256, 64, 32
+IMAGES = (64, 32, 32, 8)
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+Loss = Callable[[Any, jax.Array], jax.Array]
+"""The loss of weights and rows."""
+
+
+def _causal(w: jax.Array, x: jax.Array) -> jax.Array:
+    scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), jnp.einsum("bqd,bkd->bqk", x @ w, x), -1e9)
+    return jnp.sum((jax.nn.softmax(scores) @ x) ** 2)
+
+
+def _rotary(w: jax.Array, x: jax.Array) -> jax.Array:
+    turned = x @ w
+    angles = jnp.arange(LENGTH)[:, None] / 10.0 ** jnp.arange(0, WIDTH, 2)
+    sine, cosine, first, second = jnp.sin(angles), jnp.cos(angles), turned[..., ::2], turned[..., 1::2]
+    pairs = jnp.stack([first * cosine - second * sine, first * sine + second * cosine], -1)
+    return jnp.sum(pairs.reshape(x.shape) ** 2)
+
+
+def _gated(w: jax.Array, x: jax.Array) -> jax.Array:
+    value, gate = jnp.split(x @ w, 2, -1)
+    return jnp.sum((value * jax.nn.sigmoid(gate)) ** 2)
+
+
+def _normed(w: jax.Array, x: jax.Array) -> jax.Array:
+    y = x @ w
+    y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-5)
+    return jnp.sum(jax.nn.gelu(y) ** 2)
+
+
+def _state_space(a: jax.Array, x: jax.Array) -> jax.Array:
+    def join(early: Any, late: Any) -> Any:
+        return early[0] * late[0], late[0] * early[1] + late[1]
+
+    return jnp.sum(lax.associative_scan(join, (jnp.exp(-jax.nn.softplus(x * a)), x * a), axis=1)[1] ** 2)
+
+
+def _wavelet(a: jax.Array, x: jax.Array) -> jax.Array:
+    y, total = x * a, jnp.zeros(())
+    for _ in range(4):
+        even, odd = y[:, ::2], y[:, 1::2]
+        total, y = total + jnp.sum((even - odd) ** 2), even + odd
+    return total + jnp.sum(y**2)
+
+
+def _running_maximum(a: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(lax.cummax(x * a, 1) ** 2)
+
+
+def _running_mean(a: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum((jnp.cumsum(x * a, 1) / jnp.arange(1, LENGTH + 1)[:, None]) ** 2)
+
+
+def _outer_products(w: jax.Array, x: jax.Array) -> jax.Array:
+    keys = jax.nn.elu(x @ w) + 1
+    return jnp.sum(jnp.einsum("bld,blde->ble", keys, jnp.cumsum(jnp.einsum("bld,ble->blde", keys, x), 1)) ** 2)
+
+
+def _best_rows(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.sort(x @ w, 1)[:, -8:] ** 2)
+
+
+def _codes(table: jax.Array, x: jax.Array) -> jax.Array:
+    nearest = ((x[:, :, None] - table) ** 2).sum(-1).argmin(-1)
+    return jnp.sum((table[nearest] - x) ** 2)
+
+
+def _transport(w: jax.Array, x: jax.Array) -> jax.Array:
+    scores = jnp.einsum("bqd,bkd->bqk", x @ w, x)
+    for _ in range(4):
+        scores = scores - jax.nn.logsumexp(scores, 1, keepdims=True)
+        scores = scores - jax.nn.logsumexp(scores, 2, keepdims=True)
+    return jnp.sum(jnp.exp(scores) * scores)
+
+
+def _tags(w: jax.Array, x: jax.Array) -> jax.Array:
+    def follow(log_sum: jax.Array, scores: jax.Array) -> tuple[jax.Array, None]:
+        return jax.nn.logsumexp(log_sum[:, :, None] + w, 1) + scores, None
+
+    return jnp.sum(jax.nn.logsumexp(lax.scan(follow, x[:, 0], x[:, 1:].transpose(1, 0, 2))[0], -1))
+
+
+def _contrast(w: jax.Array, x: jax.Array) -> jax.Array:
+    rows = (x @ w).mean(1)
+    return -jnp.sum(jnp.diag(jax.nn.log_softmax(rows @ rows.T)))
+
+
+def _transposed(kernel: jax.Array, images: jax.Array) -> jax.Array:
+    return jnp.sum(lax.conv_transpose(images, kernel, (2, 2), "SAME", dimension_numbers=NHWC) ** 2)
+
+
+def _strided(kernel: jax.Array, images: jax.Array) -> jax.Array:
+    features = lax.conv_general_dilated(images, kernel, (2, 2), "SAME", dimension_numbers=NHWC)
+    return jnp.sum(jax.nn.relu(features) ** 2)
+
+
+def _window_means(w: jax.Array, images: jax.Array) -> jax.Array:
+    return jnp.sum(lax.reduce_window(images @ w, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") ** 2)
+
+
+def _enlarged(w: jax.Array, images: jax.Array) -> jax.Array:
+    return jnp.sum(jax.image.resize(images @ w, (IMAGES[0], 2 * IMAGES[1], 2 * IMAGES[2], IMAGES[3]), "nearest") ** 2)
+
+
+def _smooth(w: jax.Array, images: jax.Array) -> jax.Array:
+    y = images @ w
+    return jnp.sum(jnp.abs(y[:, 1:] - y[:, :-1])) + jnp.sum(jnp.abs(y[:, :, 1:] - y[:, :, :-1]))
+
+
+_ROWS = jax.ShapeDtypeStruct((SEQUENCES, LENGTH, WIDTH), jnp.float32)
+_SQUARE = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+_SCALE = jax.ShapeDtypeStruct((WIDTH,), jnp.float32)
+_IMAGES = jax.ShapeDtypeStruct(IMAGES, jnp.float32)
+_KERNEL = jax.ShapeDtypeStruct((3, 3, IMAGES[-1], IMAGES[-1]), jnp.float32)
+_MIXING = jax.ShapeDtypeStruct((IMAGES[-1], IMAGES[-1]), jnp.float32)
+
+GRADIENTS: Mapping[str, tuple[Loss, tuple[Any, Any]]] = MappingProxyType(
+    {
+        "causal": (_causal, (_SQUARE, _ROWS)),
+        "rotary": (_rotary, (_SQUARE, _ROWS)),
+        "gated": (_gated, (_SQUARE, _ROWS)),
+        "normed": (_normed, (_SQUARE, _ROWS)),
+        "state-space": (_state_space, (_SCALE, _ROWS)),
+        "wavelet": (_wavelet, (_SCALE, _ROWS)),
+        "running-maximum": (_running_maximum, (_SCALE, _ROWS)),
+        "running-mean": (_running_mean, (_SCALE, _ROWS)),
+        "linear-attention": (_outer_products, (_SQUARE, _ROWS)),
+        "best-rows": (_best_rows, (_SQUARE, _ROWS)),
+        "codes": (_codes, (_SQUARE, _ROWS)),
+        "transport": (_transport, (_SQUARE, _ROWS)),
+        "tags": (_tags, (_SQUARE, _ROWS)),
+        "contrast": (_contrast, (_SQUARE, _ROWS)),
+        "transposed": (_transposed, (_KERNEL, _IMAGES)),
+        "strided": (_strided, (_KERNEL, _IMAGES)),
+        "window-means": (_window_means, (_MIXING, _IMAGES)),
+        "enlarged": (_enlarged, (_MIXING, _IMAGES)),
+        "smooth": (_smooth, (_MIXING, _IMAGES)),
+    }
+)
+"""Losses with the shapes of their weights and rows, by name."""
