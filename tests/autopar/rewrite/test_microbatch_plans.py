@@ -158,8 +158,17 @@ def at_some_places(params: dict[str, Any], batch: Any) -> Any:
     return jnp.mean((hidden @ params["down"] - batch) ** 2)
 
 
+def projected(params: dict[str, Any], batch: Any) -> Any:
+    """A weight that is read through a constant matrix, of whose columns each independent microbatch would take some."""
+    basis = jnp.cos(jnp.arange(HIDDEN * HIDDEN, dtype=batch.dtype).reshape(HIDDEN, HIDDEN) / 7)
+    hidden = jnp.tanh(jnp.tanh(batch @ params["up"]) @ (params["mix"] @ basis / HIDDEN))
+    return jnp.mean((hidden @ params["down"] - batch) ** 2)
+
+
 def stacked_arguments(loss: Loss, dtype: str = "float32", layers: int = 3) -> tuple[dict[str, Any], Any]:
     params, batch = arguments(dtype)
+    if loss is projected:
+        return params, batch
     if loss is at_some_places:
         return params | {"mix": params["mix"][:, : HIDDEN // 4]}, batch
     axis = 0 if loss is in_a_stack else 1
@@ -180,7 +189,7 @@ def test_gradients_that_are_put_into_one_array_are_reduced_once(loss: Loss, plan
     assert nbytes <= reduced <= nbytes + SCALAR_NBYTES
 
 
-@pytest.mark.parametrize(("way", "loss"), each(WAYS, (in_a_stack, in_columns, at_some_places)))
+@pytest.mark.parametrize(("way", "loss"), each(WAYS, (in_a_stack, in_columns, at_some_places, projected)))
 def test_the_step_with_layers_in_one_array_is_that_of_jit(way: str, loss: Loss):
     with jax.enable_x64(True):
         given = stacked_arguments(loss, "float64")
