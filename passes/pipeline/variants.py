@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from passes.errors import PlanningError
 from passes.ir import Graph
 from passes.pipeline.samples import samples_of
 from passes.pipeline.search import StagedSearch
@@ -71,7 +72,7 @@ class StagedVariants:
             self.searches.append(search)
             plan: PipelinePlan | None = None
             with self.context.ending_early():  # what the searches before have found is kept
-                plan = search.run()
+                plan = search.run() if step is self.step else _unless_refused(search)
             best = min((p for p in (best, plan) if p is not None), key=lambda p: p.step_seconds, default=None)
             is_over = self.context.is_interrupted or (best is not None and self.context.deadline.is_over())
             is_bound = search.least_refused < WORTH * (best.step_seconds if best else cutoff)
@@ -102,6 +103,16 @@ class StagedVariants:
     def rivals(self, seconds: float) -> bool:
         """Whether the step without stages, by its price, may take hardly longer than these seconds."""
         return self.searches[0].drafting.rivals(seconds)
+
+
+def _unless_refused(search: StagedSearch) -> PipelinePlan | None:
+    """The plan that a search finds; None where its step has no stages, as what is computed again has fewer places where
+    it can be cut.
+    """
+    try:
+        return search.run()
+    except PlanningError:
+        return None
 
 
 def _recomputes(graph: Graph) -> bool:

@@ -241,7 +241,7 @@ class Auto:
                 if is_deep and not self.stages and (staged is None or staging.rivals(staged.step_seconds)):
                     whole = self.choose(step, cluster, context)
             except PlanningError as error:
-                refused = error
+                refused = refused or error
         plans: list[AnyPlan] = [plan for plan in (whole, staged) if plan is not None]
         best = min(plans, key=lambda plan: plan.step_seconds, default=None)
         if context.is_interrupted:

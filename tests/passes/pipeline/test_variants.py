@@ -101,6 +101,24 @@ def test_drafts_whose_prices_need_too_much_are_planned_below_a_cutoff_too():
     assert plan.remat  # all kept: 16.9 ms, in four times as many microbatches; this 5.6
 
 
+def test_a_variant_without_stages_leaves_the_plan_before():
+    """What is computed again may have fewer places where it can be cut: the plan of the step as written was lost."""
+    step = autopar.parallelize(step_of(scanned=False)).step(WEIGHTS, BATCH)
+
+    def refused() -> Any:
+        raise autopar.PlanningError("no places")
+
+    def begin(*, step: Any, **_: Any) -> Any:
+        run = refused if step.chosen.kept else lambda: SimpleNamespace(step_seconds=1.0)
+        return SimpleNamespace(run=run, least_refused=0.5, met=[], least_memory_plan=None)
+
+    staged = StagedVariants(step=step, samples={4: step}, stages=2, begin=begin, context=SearchContext())
+    plan = staged.run(5.0)
+    assert len(staged.searches) == 1 + len(LESS_KEPT)
+    assert plan is not None
+    assert plan.step_seconds == 1.0
+
+
 def test_an_interruption_keeps_what_was_searched_before():
     """Ctrl-C during the second search, which has no plan yet."""
     step = autopar.parallelize(step_of(scanned=False)).step(WEIGHTS, BATCH)
