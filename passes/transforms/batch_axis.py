@@ -204,20 +204,13 @@ class BatchWalk:
             if properties.size % self.time.count or not (is_any or properties.reduction in ("", "add", ANY)):
                 continue
             placement = Placement.of(rule, ((AXIS, factor),))
-            if all(map(self.fits, node.inputs, placement.operands)) and self._cuts_the_batch(node, placement):
+            if all(map(self.fits, node.inputs, placement.operands)) and _cuts_the_batch(self, node, placement):
                 fitting.append(placement)
         if not fitting:
             return None
         as_it_lies = (p for p in fitting if self.time.count == 1 and all(map(self._lies, node.inputs, p.operands)))
         placement = next(as_it_lies, fitting[0])
         return replace(placement, results=tuple(map(_of_its_own, placement.results)))
-
-    def _cuts_the_batch(self, node: Node, placement: Placement) -> bool:
-        """Whether the axis cuts no operand, or one that varies: of others alone, independent microbatches would take
-        pieces, and each would have a piece of the result, of its own rows alone.
-        """
-        cut = {v for v, spec in zip(node.inputs, placement.operands, strict=True) if any(spec.dims)}
-        return self.time.count == 1 or not cut or not cut.isdisjoint(self.varying)
 
     def _lies(self, value: int, target: ShardingSpec) -> bool:
         """Whether a value is made in a placement."""
@@ -278,6 +271,14 @@ def _is_picked(walk: BatchWalk, value: int) -> bool:
         return False
     sums = [v for v in walk.graph.nodes[maker].inputs if walk.is_sum(v)]
     return bool(walk.rules[maker].sparse) or any(_is_picked(walk, v) for v in sums)
+
+
+def _cuts_the_batch(walk: BatchWalk, node: Node, placement: Placement) -> bool:
+    """Whether the axis cuts no operand, or one that varies: of others alone, independent microbatches would take
+    pieces, and each would have a piece of the result, of its own rows alone.
+    """
+    cut = {v for v, spec in zip(node.inputs, placement.operands, strict=True) if any(spec.dims)}
+    return walk.time.count == 1 or not cut or not cut.isdisjoint(walk.varying)
 
 
 def _of_its_own(spec: ShardingSpec) -> ShardingSpec:
