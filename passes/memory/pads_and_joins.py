@@ -25,15 +25,15 @@ def padded(operations: Operations, node: Node, operands: Sequence[int], results:
     grown = tuple(
         size + low + high + max(size - 1, 0) * between for size, (low, high, between) in zip(shape, added, strict=True)
     )
-    padded = operands[0]
+    array = operands[0]
     if any(map(any, added)):
         sizes = zip(shape, added, strict=True)
         in_loops = any(between or (size == 1 and (low or high)) for size, (low, high, between) in sizes)
         name = "loop pad" if in_loops else "pad"
-        padded = operations.add("rearrange", operands, grown, type.dtype, (name, added))
+        array = operations.add("rearrange", operands, grown, type.dtype, (name, added))
     if all(low >= 0 and high >= 0 for low, high, _ in config):
-        return [padded]
-    return [operations.add("rearrange", (padded,), type.shape, type.dtype, ("slice", tuple(config)))]
+        return [array]
+    return [operations.add("rearrange", (array,), type.shape, type.dtype, ("slice", tuple(config)))]
 
 
 def concatenated(

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from passes.errors import PlanningError
 from passes.ir import Graph
-from passes.pipeline.samples import samples_of
+from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.search import StagedSearch
 from passes.pipeline.step_blocks import Sample
 from passes.plan import Alternative, PipelinePlan
@@ -46,13 +45,14 @@ Samples = dict[int, Sample]
 class StagedVariants:
     """The searches over stages of a `step` and its variants with less kept; `samples` are those for `stages` stages.
 
-    `begin(step=, samples=, context=)` makes the search of one variant, whose plans must stay below the cutoff of the
-    `context`.
+    `begin(step=, samples=, layers=, context=)` makes the search of one variant in at most `layers` layers, whose plans
+    must stay below the cutoff of the `context`.
     """
 
     step: Step
     samples: Samples
     stages: int
+    layers: int
     begin: Callable[..., StagedSearch]
     context: SearchContext
     searches: list[StagedSearch] = field(default_factory=list[StagedSearch])
@@ -63,16 +63,16 @@ class StagedVariants:
         A step with recomputation of its own, by the user's `jax.checkpoint`, is searched as it is.
         """
         best: PipelinePlan | None = None
-        for step, samples in self._variants():
+        for step, samples, layers in self._variants():
             name = "" if step is self.step else f"layers keep {step.chosen.kept[0]}"
             context = self.context.part(
                 name, best=lambda seconds: seconds, cutoff=best.step_seconds if best else cutoff
             )
-            search = self.begin(step=step, samples=samples, context=context)
+            search = self.begin(step=step, samples=samples, layers=layers, context=context)
             self.searches.append(search)
             plan: PipelinePlan | None = None
             with self.context.ending_early():  # what the searches before have found is kept
-                plan = search.run() if step is self.step else _unless_refused(search)
+                plan = search.run()
             best = min((p for p in (best, plan) if p is not None), key=lambda p: p.step_seconds, default=None)
             is_over = self.context.is_interrupted or (best is not None and self.context.deadline.is_over())
             is_bound = search.least_refused < WORTH * (best.step_seconds if best else cutoff)
@@ -81,13 +81,14 @@ class StagedVariants:
                 break
         return best
 
-    def _variants(self) -> Iterator[tuple[Step, Samples]]:
+    def _variants(self) -> Iterator[tuple[Step, Samples, int]]:
         """The step as it is written, then each variant with less kept, with their samples."""
-        yield self.step, self.samples
+        yield self.step, self.samples, self.layers
         for kept in LESS_KEPT if self.step.layers and not _recomputes(self.step.graph) else ():
             step = self.step.keeping(kept)
-            if samples := samples_of(step, self.stages):
-                yield step, samples
+            samples = samples_of(step, self.stages)
+            if (layers := layers_of(samples, self.layers, self.layers)) > 1:  # it may have fewer places to be cut
+                yield step, samples, layers
 
     @property
     def met(self) -> list[Alternative]:
@@ -103,16 +104,6 @@ class StagedVariants:
     def rivals(self, seconds: float) -> bool:
         """Whether the step without stages, by its price, may take hardly longer than these seconds."""
         return self.searches[0].drafting.rivals(seconds)
-
-
-def _unless_refused(search: StagedSearch) -> PipelinePlan | None:
-    """The plan that a search finds; None where its step has no stages, as what is computed again has fewer places where
-    it can be cut.
-    """
-    try:
-        return search.run()
-    except PlanningError:
-        return None
 
 
 def _recomputes(graph: Graph) -> bool:

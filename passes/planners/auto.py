@@ -260,7 +260,6 @@ class Auto:
             StagedSearch,
             stages=self.pieces,
             cluster=cluster,
-            layers=layers,
             schedules=self.schedules or tuple(SCHEDULES),
             limits=Limits(searched=self.limit(cluster), by_hand=_allowed(self, cluster)),
             solver=self.solver,
@@ -268,7 +267,9 @@ class Auto:
             pinned=pins.ByName(cast("pins.Pins", self.pins)) if self.pins else None,
             counts=(self.stages,) if self.stages else (),
         )
-        return StagedVariants(step=step, samples=samples, stages=self.pieces, begin=begin, context=context)
+        return StagedVariants(
+            step=step, samples=samples, stages=self.pieces, layers=layers, begin=begin, context=context
+        )
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:
         """The meshes of that many devices that may be the fastest, or the one that the user named."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import autopar
+from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.variants import LESS_KEPT, StagedVariants
 from passes.progress import SearchContext
 from passes.step import Variant
@@ -54,8 +55,9 @@ class Searches:
     outcomes: list[tuple[float | None, float]]
     begun: list[tuple[Variant, float]] = field(default_factory=list)
 
-    def begin(self, *, step: Any, samples: Any, context: SearchContext) -> Any:
+    def begin(self, *, step: Any, samples: Any, layers: int, context: SearchContext) -> Any:
         assert samples
+        assert layers > 1
         seconds, refused = self.outcomes[len(self.begun)]
         self.begun.append((step.chosen, context.cutoff))
         plan = SimpleNamespace(step_seconds=seconds) if seconds is not None and seconds < context.cutoff else None
@@ -63,7 +65,9 @@ class Searches:
 
 
 def searched(step: Any, searches: Searches) -> StagedVariants:
-    return StagedVariants(step=step, samples={4: step}, stages=2, begin=searches.begin, context=SearchContext())
+    return StagedVariants(
+        step=step, samples={4: step}, stages=2, layers=LAYERS, begin=searches.begin, context=SearchContext()
+    )
 
 
 FITS, BOUND, NOTHING = (1.0, math.inf), (1.0, 0.5), (None, 0.5)
@@ -101,22 +105,28 @@ def test_drafts_whose_prices_need_too_much_are_planned_below_a_cutoff_too():
     assert plan.remat  # all kept: 16.9 ms, in four times as many microbatches; this 5.6
 
 
-def test_a_variant_without_stages_leaves_the_plan_before():
-    """What is computed again may have fewer places where it can be cut: the plan of the step as written was lost."""
-    step = autopar.parallelize(step_of(scanned=False)).step(WEIGHTS, BATCH)
+def test_a_variant_is_cut_into_as_many_layers_as_it_has_places_for():
+    """What is computed again may have fewer: it was searched in those of the step as written, and refused."""
 
-    def refused() -> Any:
-        raise autopar.PlanningError("no places")
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean(x**2)
 
-    def begin(*, step: Any, **_: Any) -> Any:
-        run = refused if step.chosen.kept else lambda: SimpleNamespace(step_seconds=1.0)
-        return SimpleNamespace(run=run, least_refused=0.5, met=[], least_memory_plan=None)
+    def step(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights, x), strict=True)]
 
-    staged = StagedVariants(step=step, samples={4: step}, stages=2, begin=begin, context=SearchContext())
-    plan = staged.run(5.0)
-    assert len(staged.searches) == 1 + len(LESS_KEPT)
-    assert plan is not None
-    assert plan.step_seconds == 1.0
+    square = jax.ShapeDtypeStruct((256, 256), "float32")
+    written = autopar.parallelize(step).step([square] * 2, jax.ShapeDtypeStruct((8, 256), "float32"))
+    samples, made = samples_of(written, 8), list[int]()
+
+    def begin(*, layers: int, **_: Any) -> Any:
+        made.append(layers)
+        return SimpleNamespace(run=lambda: None, least_refused=0.5, met=[], least_memory_plan=None)
+
+    most = layers_of(samples, None, 8)
+    StagedVariants(step=written, samples=samples, stages=8, layers=most, begin=begin, context=SearchContext()).run(5.0)
+    assert made[0] == most > min(made) >= 2
 
 
 def test_an_interruption_keeps_what_was_searched_before():
@@ -131,7 +141,7 @@ def test_an_interruption_keeps_what_was_searched_before():
         run = interrupted if step.chosen.kept else lambda: SimpleNamespace(step_seconds=1.0)
         return SimpleNamespace(run=run, least_refused=0.5, met=[], least_memory_plan=None)
 
-    staged = StagedVariants(step=step, samples={4: step}, stages=2, begin=begin, context=context)
+    staged = StagedVariants(step=step, samples={4: step}, stages=2, layers=LAYERS, begin=begin, context=context)
     plan = staged.run(5.0)
     assert context.is_interrupted
     assert len(staged.searches) == 2
