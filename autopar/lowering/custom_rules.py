@@ -24,7 +24,7 @@ from autopar.jax_compat import Primitive
 from autopar.lowering.localize import Arrays, Cut, localizes, rebind
 from passes.errors import PlanningError
 from passes.ir import Node, TensorType
-from passes.rules import WITHOUT_RULE, ShardingRule, Types, build, define, known_primitives, replicate
+from passes.rules import WITHOUT_RULE, ShardingRule, build, define, known_primitives, replicate
 
 __all__ = ["register_rule"]
 
@@ -106,7 +106,9 @@ def _parsed(name: str, text: str, source: str) -> _Description:
     return _Description(operands=operands, results=results)
 
 
-def _rule(name: str, rule: Rule, node: Node, operands: Types, results: Types) -> ShardingRule:
+def _rule(
+    name: str, rule: Rule, node: Node, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]
+) -> ShardingRule:
     """The sharding rule of one use; it counts the flops of the einsum that its text would be."""
     text = rule if isinstance(rule, str) else rule(node.params, _structs(operands), _structs(results))
     if text is not None and not isinstance(text, str):
@@ -135,7 +137,7 @@ def _labels(words: tuple[str, ...]) -> list[str | None]:
 
 
 def _matched(
-    argument: str, kind: str, described: tuple[tuple[str, ...], ...], types: Types, source: str
+    argument: str, kind: str, described: tuple[tuple[str, ...], ...], types: tuple[TensorType, ...], source: str
 ) -> Iterator[tuple[TensorType, tuple[str, ...]]]:
     """Each type with its words. Raises ArgumentError where there are more of one than of the other."""
     described = () if described == ((),) and not types else described
@@ -188,5 +190,5 @@ def _run(localize: Localize | None, cut: Cut, operands: Arrays) -> Arrays:
     return results
 
 
-def _structs(types: Types) -> Structs:
+def _structs(types: tuple[TensorType, ...]) -> Structs:
     return tuple(jax.ShapeDtypeStruct(t.shape, jax_compat.dtype_of(t.dtype)) for t in types)

@@ -39,8 +39,7 @@ def microbatched(
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
     chosen = split(traced.graph, count, state_pairs=traced.state_pairs, named=traced.named, coupling=coupling)
-    origins: list[Node] = []
-    body = _marked(body_of(traced), origins)
+    body, origins = _marked_once(traced)
     graph = traced.graph
     structs = [_stacked(x, count) if i in chosen.batch else x for i, x in enumerate(structs)]
     with jax_compat.no_mesh():
@@ -315,6 +314,17 @@ def _unplaced(graph: Graph, index: int) -> Placement:
     specs = (tuple(replicated(graph.types[v].rank) for v in values) for values in (node.inputs, node.outputs))
     operands, results = specs
     return Placement(operands=operands, results=results)
+
+
+def _marked_once(traced: Traced) -> tuple[Body, list[Node]]:
+    """(the body of a program with marks, the nodes that they are of), cached on its graph for all numbers of
+    microbatches.
+    """
+    memo, origins = traced.graph.memo, list[Node]()
+    known = cast("tuple[object, Body, list[Node]] | None", memo.get(_marked_once))
+    if known is None or known[0] is not traced.equations:
+        memo[_marked_once] = known = traced.equations, _marked(body_of(traced), origins), origins
+    return known[1:]
 
 
 def _marked(body: Body, origins: list[Node]) -> Body:

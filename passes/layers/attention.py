@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from passes.ir import Control, Graph, control_of, phase
-from passes.rules import rule_of
+from passes.rules import rules_of
 
 FUSED, MADE_AGAIN = 1, 2
 """Values of `TensorType.fused`: for all that stays in the kernel, and for gradients of scores, for which the scores are
@@ -40,7 +40,7 @@ class _Kernel:
 
     def __init__(self, graph: Graph, given: Collection[int], *, whole: bool) -> None:
         self.graph, self.given, self.whole = graph, frozenset(given), whole
-        self.rules = [rule_of(node, graph) for node in graph.nodes]
+        self.rules = rules_of(graph)
         self.controls = {i: c for i, node in enumerate(graph.nodes) if (c := control_of(node, graph))}
         self.values = {v for group in self._groups() if self._is_kernel(group) for v in group} | self.given
         self.bodies = {index: self._inside(index, control) for index, control in self.controls.items()}

@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 from passes.ir import Graph, Node, StatePairs, control_of, scan_of
 from passes.layers.dims import DimClasses, Work, stands_alone
-from passes.rules import rules_of
+from passes.rules import remembered
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
 """The remedy of an error where another input than the batch was taken for it."""
@@ -42,13 +41,10 @@ def batch_inputs(graph: Graph, state_pairs: StatePairs = (), named: Sequence[boo
     """
     if any(named):
         return tuple(i for i, is_batch in enumerate(named) if is_batch and has_rows(graph, i))
-    rules, key = rules_of(graph), (batch_inputs, tuple(state_pairs))
-    known = cast("tuple[object, tuple[int, ...]] | None", graph.memo.get(key))
-    if known is None or known[0] is not rules:
-        graph.memo[key] = known = rules, _looked_like(graph, state_pairs)
-    return known[1]
+    return _looked_like(graph, tuple(state_pairs))
 
 
+@remembered
 def _looked_like(graph: Graph, state_pairs: StatePairs) -> tuple[int, ...]:
     """The inputs that look like the batch."""
     state = {i for _, i in state_pairs}

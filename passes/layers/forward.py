@@ -8,7 +8,7 @@ import re
 
 from passes.ir import LOOP, Graph, Node, phase
 from passes.placement import is_free
-from passes.rules import made_anywhere, rule_of
+from passes.rules import made_anywhere, remembered, rules_of
 
 _TRANSPOSED = re.compile(r"transpose\((jvp\([^()]*\))\)")
 
@@ -18,6 +18,7 @@ def forward_scope(scope: str) -> str:
     return _TRANSPOSED.sub(r"\1", scope.removesuffix(f"/{Node.RECOMPUTED}"))
 
 
+@remembered
 def forward_nodes(body: Graph) -> tuple[int, ...]:
     """The nodes of the forward pass in order; layers and stages are cut between them."""
     late, anywhere = after_backward(body), everywhere(body)
@@ -40,6 +41,7 @@ def adds_up(node: Node) -> bool:
     return node.scope.endswith("accumulate")
 
 
+@remembered
 def everywhere(body: Graph) -> frozenset[int]:
     """The nodes that every stage computes for itself: microbatch indices, broadcasts of values that all stages have,
     and reordered inputs.
@@ -48,10 +50,10 @@ def everywhere(body: Graph) -> frozenset[int]:
     as would a transposed weight to the stage that reads it.
     """
     copied: set[int] = set()
-    for index, node in enumerate(body.nodes):
+    for index, (node, rule) in enumerate(zip(body.nodes, rules_of(body), strict=True)):
         producers = (body.producers[v] for v in node.inputs if v in body.producers)
         is_glue = node.scope.startswith(LOOP) and not adds_up(node)
-        is_copied = is_glue or made_anywhere(node) or rule_of(node, body).permutes
+        is_copied = is_glue or made_anywhere(node) or rule.permutes
         if is_free(body, index) or (is_copied and all(m in copied for m in producers)):
             copied.add(index)
     return frozenset(copied)

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self, cast
+from typing import Self
 
 from passes.ir import LOOP, Control, Graph, Phase, control_of, phase
-from passes.rules import rule_of, rules_of
+from passes.rules import remembered, rule_of, rules_of
 from passes.sharding import PACKED_NBYTES, Behind
 
 
@@ -38,14 +38,11 @@ class Background:
     first: int
     last: int
 
-    @classmethod
-    def of(cls, graph: Graph) -> Self:
+    @staticmethod
+    @remembered
+    def of(graph: Graph) -> Background:
         """The background of a whole program, cached on its graph."""
-        rules = rules_of(graph)
-        known = cast("tuple[object, Self] | None", graph.memo.get(cls))
-        if known is None or known[0] is not rules:
-            graph.memo[cls] = known = rules, cls._within(graph, graph.inputs, graph.outputs)
-        return known[1]
+        return Background._within(graph, graph.inputs, graph.outputs)
 
     @classmethod
     def _within(cls, graph: Graph, arguments: Collection[int], leaving: Collection[int]) -> Self:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from passes.gc_pause import without_gc
 from passes.ir import Control, Graph, Node, Phase, control_of, phase
 from passes.placement.reshardings import is_free
-from passes.rules import ShardingRule, replicate, rules_of
+from passes.rules import ShardingRule, remembered, replicate, rules_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -357,6 +356,7 @@ def _is_of_others(value: int, operands: Sequence[int], operator_group: OperatorG
     return is_with_new and any(graph.types[v].size > size for v in known)
 
 
+@remembered
 @without_gc()
 def group(graph: Graph, *, inside: bool = False) -> Grouping:
     """The operator groups of a graph, in order of their first member, cached on the graph.
@@ -365,13 +365,6 @@ def group(graph: Graph, *, inside: bool = False) -> Grouping:
     input.
     """
     rules = rules_of(graph)
-    known = cast("tuple[object, Grouping] | None", graph.memo.get((group, inside)))
-    if known is None or known[0] is not rules:
-        graph.memo[group, inside] = known = rules, _grouped(graph, rules, inside)
-    return known[1]
-
-
-def _grouped(graph: Graph, rules: Sequence[ShardingRule], inside: bool) -> Grouping:
     controls = {i: control for i, node in enumerate(graph.nodes) if (control := control_of(node, graph))}
     placed = list(rules)
     for index in controls:

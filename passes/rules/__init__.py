@@ -23,7 +23,6 @@ from passes.rules.registry import (
     Assignment,
     Factor,
     ShardingRule,
-    Types,
     build,
     canonical,
     define,
@@ -34,6 +33,7 @@ from passes.rules.registry import (
     rule_of,
     rules_of,
 )
+from passes.rules.remembered import remembered
 from passes.rules.unruled import WITHOUT_RULE
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
     "Assignment",
     "Factor",
     "ShardingRule",
-    "Types",
     "barrier",
     "boundaries_of",
     "build",
@@ -52,6 +51,7 @@ __all__ = [
     "made_anywhere",
     "makes_the_same",
     "pinned_mesh",
+    "remembered",
     "replicate",
     "rule_of",
     "rules_of",

@@ -74,6 +74,7 @@ class BatchWalk:
         self.delayed: list[Refusal] = []
         self.loops: dict[int, LoopInTime] = {}
         self._costly: frozenset[int] = frozenset()
+        self._along: dict[tuple[int, int], Placement] = {}
 
     def run(self, inputs: Sequence[ShardingSpec], varying: Iterable[int]) -> None:
         """Places every node, given the placements of the inputs and those inputs that vary."""
@@ -203,14 +204,13 @@ class BatchWalk:
         for factor, properties in enumerate(rule.factors):
             if properties.size % self.time.count or not (is_any or properties.reduction in ("", "add", ANY)):
                 continue
-            placement = Placement.of(rule, ((AXIS, factor),))
+            placement = _along(self._along, rule, factor)
             if all(map(self.fits, node.inputs, placement.operands)) and _cuts_the_batch(self, node, placement):
                 fitting.append(placement)
         if not fitting:
             return None
         as_it_lies = (p for p in fitting if self.time.count == 1 and all(map(self._lies, node.inputs, p.operands)))
-        placement = next(as_it_lies, fitting[0])
-        return replace(placement, results=tuple(map(_of_its_own, placement.results)))
+        return next(as_it_lies, fitting[0])
 
     def _lies(self, value: int, target: ShardingSpec) -> bool:
         """Whether a value is made in a placement."""
@@ -279,6 +279,17 @@ def _cuts_the_batch(walk: BatchWalk, node: Node, placement: Placement) -> bool:
     """
     cut = {v for v, spec in zip(node.inputs, placement.operands, strict=True) if any(spec.dims)}
     return walk.time.count == 1 or not cut or not cut.isdisjoint(walk.varying)
+
+
+def _along(known: dict[tuple[int, int], Placement], rule: ShardingRule, factor: int) -> Placement:
+    """The placement of a node whose factor the axis cuts, one object for all nodes of one rule; `known` has those so
+    far.
+    """
+    key = id(rule), factor
+    if key not in known:
+        placement = Placement.of(rule, ((AXIS, factor),))
+        known[key] = replace(placement, results=tuple(map(_of_its_own, placement.results)))
+    return known[key]
 
 
 def _of_its_own(spec: ShardingSpec) -> ShardingSpec:

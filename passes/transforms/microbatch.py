@@ -253,7 +253,7 @@ class _AroundTheLoop:
         if placement is None or index in walk.loops or walk.rules[index].alias:
             return False
         readers = {reader for value in node.outputs for reader in self.graph.consumers.get(value, ())}
-        if not readers <= self.after | walk.later:
+        if not readers - walk.later <= self.after:
             return False
         are_sums = walk.rules[index].adds and all(spec.partial for spec in placement.operands)
         adds_unchanged = are_sums and not walk.varying.issuperset(node.inputs)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node, Scan, StatePairs, has_effect, phase
+from passes.rules import remembered
 from passes.transforms.stage_drafts import LoopDrafts, StepDrafts
 from passes.transforms.stage_parts import Origin, Part, Stages
 
@@ -35,16 +36,21 @@ def cut(graph: Graph, firsts: Sequence[int], state_pairs: StatePairs = ()) -> St
 
     Raises PlanningError for a step with callbacks: every stage would run them, or none.
     """
+    return _cut(graph, tuple(firsts), tuple(state_pairs))
+
+
+@remembered
+def _cut(graph: Graph, firsts: tuple[int, ...], state_pairs: StatePairs) -> Stages:
     if effect := next((node for node in graph.nodes if has_effect(node)), None):
         where = f" at {effect.source}" if effect.source else ""
         rule = "a callback runs once a step, on whole operands, which no stage of a pipeline has"
         raise PlanningError(
             explain(f"{effect.primitive}{where} in a pipeline", rule, "", "drop the callback, or plan without stages")
         )
-    loop = LoopDrafts(graph, tuple(firsts))
+    loop = LoopDrafts(graph, firsts)
     step = StepDrafts(loop, state_pairs)
     return Stages(
-        firsts=tuple(firsts),
+        firsts=firsts,
         parts=tuple(_part(loop, step, at) for at in range(len(firsts))),
         input_stages=step.input_stages(),
         output_stages=tuple(step.stage_of_output(v) for v in graph.outputs),
