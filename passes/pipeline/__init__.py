@@ -3,6 +3,7 @@
 from passes.pipeline.assemble import PipelineOptions, body_of, check_submeshes, layered, pipelined, recounted
 from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.search import StagedSearch
+from passes.pipeline.search_options import SearchOptions
 from passes.pipeline.segments import reduced, subgraph_of, value_specs
 from passes.pipeline.shapes import Limits
 from passes.pipeline.step_blocks import Sample
@@ -12,6 +13,7 @@ __all__ = [
     "Limits",
     "PipelineOptions",
     "Sample",
+    "SearchOptions",
     "StagedSearch",
     "StagedVariants",
     "body_of",

@@ -8,25 +8,24 @@ space: where no plan fits, drafts are searched again for less memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from passes import inter_op
-from passes.cluster import Cluster, Mesh
+from passes.cluster import Mesh
 from passes.errors import PlanningError
-from passes.intra_op import pins
 from passes.pipeline.block_costs import BlockCosts
 from passes.pipeline.block_solver import BlockSolver
 from passes.pipeline.draft_space import MOST_PLANNED_NODES, NEAR_BEST, DraftSpace, size
 from passes.pipeline.drafting import MOST_UNFIT, SLACK, Drafting
 from passes.pipeline.drafts import DraftSearch
-from passes.pipeline.shapes import Draft, Limits, evenly, first_of_each
+from passes.pipeline.search_options import SearchOptions
+from passes.pipeline.shapes import Draft, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample, StepBlocks
 from passes.plan import INTERRUPTED, Alternative, PipelinePlan
 from passes.progress import Progress, SearchContext
-from passes.solver import SolverOptions
 from passes.step import Step
 from passes.text import count
 
@@ -43,27 +42,17 @@ _SHOWN = 6
 class StagedSearch:
     """The search over stages of a `step` in `layers` layers, by the `samples` that there are of it so far.
 
-    Samples and plans are of the step's variants for `stages` stages, whose loops over layers are chunked. The number of
-    stages is one of `counts`, or any if that is empty. `meshes(n)` lays out n devices, and inputs have their `pinned`
-    placements. A sample of one microbatch prices the step without stages. `least_memory_plan` is the plan of least
-    memory of those that do not fit, and `least_refused` a lower bound in seconds on all that was left out for its
-    bytes.
+    A sample of one microbatch prices the step without stages. `least_memory_plan` is the plan of least memory of those
+    that do not fit, and `least_refused` a lower bound in seconds on all that was left out for its bytes.
 
     An interruption that the `context` allows ends the search as soon as there are drafts: the best is planned, and
     marked.
     """
 
     step: Step
-    stages: int
-    cluster: Cluster
     samples: dict[int, Sample]
     layers: int
-    schedules: Sequence[str]
-    limits: Limits
-    solver: SolverOptions
-    meshes: Callable[[int], Sequence[Mesh]]
-    pinned: pins.ByName | None = None
-    counts: Sequence[int] = ()
+    options: SearchOptions
     context: SearchContext = field(default_factory=SearchContext)
     least_memory_plan: PipelinePlan | None = None
     least_refused: float = math.inf
@@ -76,29 +65,25 @@ class StagedSearch:
     _unfit: set[object] = field(default_factory=set[object])
 
     def __post_init__(self) -> None:
-        self.block_costs = BlockCosts(BlockSolver(options=self.solver, restrict=self.pinned))
-        also = sorted({groups * chunks for groups, chunks in evenly(self.cluster.n_devices)})
+        options = self.options
+        self.block_costs = BlockCosts(BlockSolver(options=options.solver, restrict=options.pinned))
+        also = sorted({groups * chunks for groups, chunks in evenly(options.cluster.n_devices)})
         self.table = StageCostTable(
             step=StepBlocks(samples=self.samples, n_layers=self.layers, also=also),
-            cluster=self.cluster,
-            meshes=self.meshes,
+            cluster=options.cluster,
+            meshes=options.meshes,
             block_costs=self.block_costs,
             on_price=self._report_price,
         )
         space = DraftSpace(
-            step=self.step, stages=self.stages, samples=self.samples, schedules=self.schedules, table=self.table
-        )
-        self.drafting = Drafting(space=space, limits=self.limits, counts=self.counts)
-        self.plans = StagePlans(
             step=self.step,
-            stages=self.stages,
-            cluster=self.cluster,
-            schedules=self.schedules,
-            limits=self.limits,
-            solver=self.solver,
-            pinned=self.pinned,
-            context=self.context,
+            stages=options.stages,
+            samples=self.samples,
+            schedules=options.schedules,
+            table=self.table,
         )
+        self.drafting = Drafting(space=space, limits=options.limits, counts=options.counts)
+        self.plans = StagePlans(step=self.step, options=options, context=self.context)
 
     @property
     def is_deep(self) -> bool:
@@ -115,12 +100,13 @@ class StagedSearch:
 
     def _run(self) -> PipelinePlan | None:
         self._report_price(None)
-        sizes = [choice.n_devices for choice in inter_op.submeshes(self.cluster, every=False)]
-        self.table.survey([n_devices for n_devices in sizes if n_devices < self.cluster.n_devices])
+        cluster = self.options.cluster
+        sizes = [choice.n_devices for choice in inter_op.submeshes(cluster, every=False)]
+        self.table.survey([n_devices for n_devices in sizes if n_devices < cluster.n_devices])
         self._seen.clear()
         self._unfit.clear()
         is_large, best = self.drafting.is_large, None
-        limits = self.limits.times(SLACK if is_large else 1.0)  # the fastest of few that are planned may fit
+        limits = self.options.limits.times(SLACK if is_large else 1.0)  # the fastest of few that are planned may fit
         for _ in range(1 + RETRIES):
             cutoff = best.step_seconds if best else self.context.cutoff
             search = self.drafting.search(limits, cutoff, 1.0 if is_large else SLACK, self._unfit)
@@ -145,13 +131,13 @@ class StagedSearch:
         """The fastest plan within the limit of the first few drafts, those first that fit by their price; None if none
         fits.
         """
-        drafts = sorted(search.drafts, key=lambda draft: (draft.excess(self.limits) > 1, draft.seconds))
+        drafts = sorted(search.drafts, key=lambda draft: (draft.excess(self.options.limits) > 1, draft.seconds))
         plans = ((self._limit(draft), self._planned(draft)) for draft in first_of_each(drafts)[:MOST_UNFIT])
         return next((plan for limit, plan in plans if plan is not None and plan.peak_nbytes <= limit), None)
 
     def _limit(self, draft: Draft) -> float:
         """The bytes of a device that the plan of a draft may need."""
-        return self.limits.of(draft.shape, draft.table)
+        return self.options.limits.of(draft.shape, draft.table)
 
     def _planned(self, draft: Draft) -> PipelinePlan | None:
         """The plan of a draft; None where it has none: its blocks may be possible where a whole stage is not."""

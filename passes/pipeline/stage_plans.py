@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from passes.cluster import Cluster
 from passes.errors import InternalError
 from passes.inter_op import StageCost, is_chunked
-from passes.intra_op import pins
 from passes.pipeline import prefetch
 from passes.pipeline.assemble import PipelineOptions, assemble_pipeline, restated
 from passes.pipeline.draft_prices import runs_of
-from passes.pipeline.shapes import Draft, Limits
+from passes.pipeline.search_options import SearchOptions
+from passes.pipeline.shapes import Draft
 from passes.plan import PipelinePlan, Plan
 from passes.progress import Progress, SearchContext
-from passes.solver import SolverOptions
 from passes.step import Step, Variant
 from passes.transforms import stages
 
@@ -32,18 +30,10 @@ prices leave out working space, and a stage within fewer bytes may keep more of 
 
 @dataclass(slots=True, kw_only=True)
 class StagePlans:
-    """The plans of drafts of a `step`, in its variants for `stages` stages; plans of equal stages are kept.
-
-    Devices may need the bytes of `limits`.
-    """
+    """The plans of drafts of a `step`; plans of equal stages are kept."""
 
     step: Step
-    stages: int
-    cluster: Cluster
-    schedules: Sequence[str]
-    limits: Limits
-    solver: SolverOptions
-    pinned: pins.ByName | None
+    options: SearchOptions
     context: SearchContext
     _costs: dict[object, StageCost] = field(default_factory=dict[object, StageCost])
     _plans: dict[object, tuple[Step, Plan | None]] = field(default_factory=dict[object, "tuple[Step, Plan | None]"])
@@ -51,7 +41,7 @@ class StagePlans:
     def written(self, microbatches: int) -> Step:
         """The whole step in that many microbatches, with no block left out."""
         self.context.report(Progress(phase="write the step in microbatches", done=0, total=None))
-        return self.step.variant(Variant(microbatches=microbatches, stages=self.stages))
+        return self.step.variant(Variant(microbatches=microbatches, stages=self.options.stages))
 
     def plan(self, draft: Draft) -> PipelinePlan:
         """The plan of a draft: its stages planned in full, under the schedule that is the best then.
@@ -63,9 +53,11 @@ class StagePlans:
         begins = draft.table.step.firsts(step.graph, shape.begins, draft.microbatches)
         cut = stages.cut(step.graph, begins, step.state_pairs)
         parts = step.parts(cut)
-        options = PipelineOptions(planner="auto", cluster=self.cluster, schedule=draft.schedule, chunks=shape.chunks)
+        options = PipelineOptions(
+            planner="auto", cluster=self.options.cluster, schedule=draft.schedule, chunks=shape.chunks
+        )
         plans, best = self._stages(draft, parts, {}), None
-        limit = self.limits.of(shape, draft.table)
+        limit = self.options.limits.of(shape, draft.table)
         for _ in range(1 + TIGHTENED):
             if plans is None:
                 break
@@ -75,7 +67,7 @@ class StagePlans:
             smallest = min(scheduled, key=lambda plan: plan.peak_nbytes)
             if not limit < smallest.peak_nbytes <= NEARLY * limit:
                 break
-            limit = self.limits.searched
+            limit = self.options.limits.searched
             plans = self._stages(draft, parts, _tighter(smallest, limit))
         if best is None:
             raise InternalError("stages without a limit have no plan")
@@ -83,7 +75,7 @@ class StagePlans:
 
     def _scheduled(self, plan: PipelinePlan) -> list[PipelinePlan]:
         """The pipeline under each schedule that it can have."""
-        names = [name for name in self.schedules if is_chunked(name) == (plan.chunks > 1)]
+        names = [name for name in self.options.schedules if is_chunked(name) == (plan.chunks > 1)]
         return [replace(plan, schedule_name=name) for name in names] or [plan]
 
     def _stages(self, draft: Draft, parts: Sequence[Step], limits: Mapping[int, float]) -> list[Plan] | None:
@@ -104,7 +96,7 @@ class StagePlans:
         least = {key: min(limits[at] for at in limits if alike[at] == key) for key in {alike[at] for at in limits}}
         within = [least[key] if at in limits else math.inf for at, key in enumerate(alike)]
         keys = list(zip(alike, within, strict=True))
-        options = replace(self.solver, gap=max(self.solver.gap, SOLVE_GAP))
+        options = replace(self.options.solver, gap=max(self.options.solver.gap, SOLVE_GAP))
         unplanned = {key: stage for stage, key in reversed(list(enumerate(keys))) if key not in self._plans}
         tasks = [(f"stage {at}", parts[at], laid_out[at], options, within[at]) for at in unplanned.values()]
         planned = table.block_costs.plans(tasks)
@@ -122,7 +114,7 @@ class StagePlans:
 
     def _pins(self, part: Step) -> object:
         """The pinned placements of a stage: stages that are equal but for names may differ in these."""
-        return tuple(self.pinned.placed(part.graph).items()) if self.pinned else ()
+        return tuple(pinned.placed(part.graph).items()) if (pinned := self.options.pinned) else ()
 
     def _report_stage(self, done: int, total: int) -> None:
         self.context.report(Progress(phase="plan the stages chosen", done=done, total=total))

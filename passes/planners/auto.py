@@ -55,7 +55,7 @@ from passes.intra_op import (
 )
 from passes.ir import Graph, has_effect
 from passes.memory import margin_of
-from passes.pipeline import Limits, Sample, StagedSearch, StagedVariants, layers_of, samples_of
+from passes.pipeline import Limits, Sample, SearchOptions, StagedSearch, StagedVariants, layers_of, samples_of
 from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
 from passes.planners.checks import (
     check_counts,
@@ -256,10 +256,9 @@ class Auto:
         self, cluster: Cluster, step: Step, samples: dict[int, Sample], layers: int, context: SearchContext
     ) -> StagedVariants:
         """The search over stages of a step cut into these layers."""
-        begin = partial(
-            StagedSearch,
-            stages=self.pieces,
+        options = SearchOptions(
             cluster=cluster,
+            stages=self.pieces,
             schedules=self.schedules or tuple(SCHEDULES),
             limits=Limits(searched=self.limit(cluster), by_hand=_allowed(self, cluster)),
             solver=self.solver,
@@ -267,6 +266,7 @@ class Auto:
             pinned=pins.ByName(cast("pins.Pins", self.pins)) if self.pins else None,
             counts=(self.stages,) if self.stages else (),
         )
+        begin = partial(StagedSearch, options=options)
         return StagedVariants(
             step=step, samples=samples, stages=self.pieces, layers=layers, begin=begin, context=context
         )

@@ -19,7 +19,7 @@ from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES, Submesh
 from passes.intra_op import layouts
 from passes.layers import SAMPLE_BLOCKS, blocks, in_blocks, sample_graph
-from passes.pipeline import Limits, Sample, StagedSearch, body_of, prefetch
+from passes.pipeline import Limits, Sample, SearchOptions, StagedSearch, body_of, prefetch
 from passes.pipeline import search as staged
 from passes.pipeline.drafting import Drafting
 from passes.pipeline.samples import finest, sampled
@@ -105,17 +105,15 @@ def free_plan():
 def searching(traced, samples, layers, limit=1e15):
     """The search in as many microbatches as there are samples of, and no others."""
     (count,) = samples
-    return StagedSearch(
-        step=whole_step(traced, count=count),
-        stages=4,
+    options = SearchOptions(
         cluster=CLUSTER,
-        samples=dict(samples),
-        layers=layers,
+        stages=4,
         schedules=tuple(SCHEDULES),
         limits=Limits(searched=limit, by_hand=limit),
         solver=SolverOptions(),
         meshes=lambda n: layouts(CLUSTER, n, 2),
     )
+    return StagedSearch(step=whole_step(traced, count=count), samples=dict(samples), layers=layers, options=options)
 
 
 @pytest.mark.parametrize("module", [slow(gpt), slow(llama)])

@@ -17,7 +17,7 @@ from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError
 from passes.inter_op import SCHEDULES, is_chunked
 from passes.intra_op import layouts
-from passes.pipeline import Limits, StagedSearch, layers_of, samples_of
+from passes.pipeline import Limits, SearchOptions, StagedSearch, layers_of, samples_of
 from passes.pipeline.draft_space import MOST_PLANNED_NODES
 from passes.pipeline.drafting import MOST_UNFIT
 from passes.pipeline.drafts import DraftSearch
@@ -151,17 +151,15 @@ def searched(loss: Callable[..., Any], args: Any, devices: str, limit: float = 1
     traced = autopar.parallelize(sgd(loss), cluster=cluster).trace(*args)
     step = step_of(traced, jax.tree.leaves(args))
     samples = samples_of(step, 8)
-    return StagedSearch(
-        step=step,
-        stages=8,
+    options = SearchOptions(
         cluster=cluster,
-        samples=samples,
-        layers=layers_of(samples, 8, 8),
+        stages=8,
         schedules=tuple(SCHEDULES),
         limits=Limits(searched=limit, by_hand=limit),
         solver=SolverOptions(),
         meshes=lambda n: layouts(cluster, n, 2),
     )
+    return StagedSearch(step=step, samples=samples, layers=layers_of(samples, 8, 8), options=options)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("plain", 1e12), slow("residual", 1e12), slow("uneven", 4e7)])

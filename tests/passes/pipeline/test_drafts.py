@@ -119,7 +119,8 @@ class Plans:
 def test_an_interrupted_search_takes_the_first_draft_that_can_be_planned() -> None:
     drafts = [drafted(microbatches=n, seconds=float(n), nbytes=9 if n == 2 else 1) for n in (3, 1, 2)]
     search = object.__new__(StagedSearch)
-    search.limits, search.plans = Limits(searched=5.0, by_hand=5.0), Plans()
+    search.options = SimpleNamespace(limits=Limits(searched=5.0, by_hand=5.0))
+    search.plans = Plans()
     plan = search._of_drafts_so_far(SimpleNamespace(drafts=drafts))
     assert plan is not None
     assert plan.seconds == 3
