@@ -55,6 +55,34 @@ def _wavelet(a: jax.Array, x: jax.Array) -> jax.Array:
     return total + jnp.sum(y**2)
 
 
+def _messages(w: jax.Array, x: jax.Array) -> jax.Array:
+    edges = jnp.arange(4 * len(x))
+    sources, targets, nodes = edges * 7 % len(x), edges * 13 % len(x), x.reshape(len(x), -1)[:, :WIDTH] @ w
+    sent = jax.nn.relu(nodes[sources] + nodes[targets])
+    return jnp.sum(jax.ops.segment_sum(sent, targets, len(x)) ** 2)
+
+
+def _adapted(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(jax.nn.silu(x @ lax.stop_gradient(w) + (x @ w[:, :4]) @ w[:4] * 2) ** 2)
+
+
+def _variational(w: jax.Array, x: jax.Array) -> jax.Array:
+    mean, deviation = x @ w, jax.nn.softplus(x @ w.T)
+    drawn = mean + deviation * jax.random.normal(jax.random.key(0), mean.shape)
+    divergence = mean**2 + deviation**2 - jnp.log(deviation**2 + 1e-6)
+    return jnp.sum((drawn @ w.T - x) ** 2) + jnp.sum(divergence)
+
+
+def _coupled(w: jax.Array, x: jax.Array) -> jax.Array:
+    volume = jnp.zeros(())
+    for _ in range(4):
+        fixed, changed = jnp.split(x, 2, -1)
+        scale, shift = jnp.split(fixed @ w[: WIDTH // 2], 2, -1)
+        scale = jnp.tanh(scale)
+        x, volume = jnp.concatenate([changed * jnp.exp(scale) + shift, fixed], -1), volume + jnp.sum(scale)
+    return jnp.sum(x**2) - volume
+
+
 def _running_maximum(a: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sum(lax.cummax(x * a, 1) ** 2)
 
@@ -134,6 +162,10 @@ GRADIENTS: Mapping[str, tuple[Loss, tuple[Any, Any]]] = MappingProxyType(
         "normed": (_normed, (_SQUARE, _ROWS)),
         "state-space": (_state_space, (_SCALE, _ROWS)),
         "wavelet": (_wavelet, (_SCALE, _ROWS)),
+        "messages": (_messages, (_SQUARE, _ROWS)),
+        "adapted": (_adapted, (_SQUARE, _ROWS)),
+        "variational": (_variational, (_SQUARE, _ROWS)),
+        "coupled": (_coupled, (_SQUARE, _ROWS)),
         "running-maximum": (_running_maximum, (_SCALE, _ROWS)),
         "running-mean": (_running_mean, (_SCALE, _ROWS)),
         "linear-attention": (_outer_products, (_SQUARE, _ROWS)),

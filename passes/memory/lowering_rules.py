@@ -16,9 +16,10 @@ from types import MappingProxyType
 from typing import cast
 
 from passes.ir import Node, TensorType
+from passes.memory.expansions import divided, error_inverse, logistic, power
 from passes.memory.grouped_products import grouped
-from passes.memory.operations import DRAWN, TRANSPOSED, Operations, Shape, is_number
-from passes.memory.pads_and_joins import concatenated, padded
+from passes.memory.operations import DRAWN, TRANSPOSED, Operations, Shape
+from passes.memory.pads_and_joins import concatenated, padded, parts_of_joined
 from passes.memory.products import contraction, convolution
 from passes.memory.windows import selected, windowed
 
@@ -105,53 +106,6 @@ def _converted(operations: Operations, node: Node, operands: Sequence[int], resu
     return [operations.converted(operands[0], results[0].dtype)]
 
 
-def _divided(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a quotient; by something known it is a product, and so is the first by a broadcast array."""
-    (type,), (above, below) = results, operands
-    if "float" not in type.dtype:
-        return [operations.elementwise("divide", operands, type, expensive=operations.number(below) is None)]
-    if (number := operations.number(below)) is not None:
-        if is_number(number, 1.0):
-            return [operations.broadcast(above, type.shape)]
-        return [operations.elementwise("multiply", (above, operations.literal(("1/", number), type.dtype)), type)]
-    spread = operations[at := operations.broadcast(below, type.shape)]
-    is_product = spread.kind == "broadcast" and operations.number(above) is None
-    if not is_product or operations.divided.setdefault(at, above) != above:
-        return [operations.elementwise("divide", operands, type, expensive=True)]
-    narrow = TensorType(shape=operations[spread.operands[0]].shape, dtype=type.dtype)
-    ones = operations.literal(1.0, type.dtype)
-    inverse = operations.elementwise("divide", (ones, spread.operands[0]), narrow, expensive=True)
-    wide = operations.broadcast(inverse, type.shape, cast("tuple[int, ...]", spread.tag))
-    return [operations.elementwise("multiply", (above, wide), type)]
-
-
-def _power(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of an integer power: squares of squares, times those that the exponent's bits ask for."""
-    (type,), exponent, (operand,) = results, cast("int", node.params["y"]), operands
-
-    def read(operation: int) -> int:
-        return operation if operation == operand else operations.step(operation)
-
-    square, raised = operand, -1
-    for bit in range(abs(exponent).bit_length()):
-        if bit:
-            square = operations.elementwise("multiply", (read(square), read(square)), type)
-        if abs(exponent) >> bit & 1:
-            raised = square if raised < 0 else operations.elementwise("multiply", (read(square), read(raised)), type)
-    if exponent < 0:
-        ones = operations.literal(1.0, type.dtype)
-        raised = operations.elementwise("divide", (ones, read(raised)), type, expensive=True)
-    return [raised if exponent else operations.broadcast(operations.literal(1.0, type.dtype), type.shape, ())]
-
-
-def _logistic(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    (type,), ones = results, operations.literal(1.0, results[0].dtype)
-    negative = operations.step(operations.elementwise("negate", operands, type))
-    exponential = operations.step(operations.elementwise("exponential", (negative,), type, expensive=True))
-    below = operations.step(operations.elementwise("add", (ones, exponential), type))
-    return [operations.elementwise("divide", (ones, below), type, expensive=True)]
-
-
 def _bits(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """The operation of a bitcast: the same bytes under another dtype of the same width."""
     (type,), operand = results, operations[operands[0]]
@@ -188,9 +142,12 @@ def _rearranged(
 ) -> list[int]:
     """The operations of a rearrangement, one a result; a slice of everything is its operand."""
     tag, whole = (opcode(node), repr(node.params)), operations[operands[0]].shape
+    parts = parts_of_joined(operations, node, operands[0], results) if node.primitive in SLICES else {}
     return [
         operands[0]
         if node.primitive in SLICES and type.shape == whole
+        else parts[i]
+        if i in parts
         else operations.add("rearrange", operands, type.shape, type.dtype, (*tag, i))
         for i, type in enumerate(results)
     ]
@@ -361,13 +318,14 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         "concatenate": concatenated,
         "conv_general_dilated": convolution,
         CONVERSION: _converted,
-        "div": _divided,
+        "div": divided,
         PRODUCT: contraction,
         "dynamic_update_slice": _scattered,
+        "erf_inv": error_inverse,
         "gather": _gathered,
-        "integer_pow": _power,
+        "integer_pow": power,
         "iota": _iota,
-        "logistic": _logistic,
+        "logistic": logistic,
         "pad": padded,
         "qr": _factored,
         "ragged_dot_general": grouped,

@@ -334,8 +334,14 @@ def widen(operations: Operations, operation: int) -> int:
 def _scattered(operations: Operations, summands: Sequence[int], type: TensorType) -> int | None:
     """The scatter of a summand that is one onto zeros, onto the other summand; None for anything else.
 
-    Zeros behind a barrier of their own are added first: XLA does not see that they are zeros.
+    Zeros behind a barrier of their own are added first: XLA does not see that they are zeros. Two scatters are one
+    where their updates have fewer elements than the result, or else stay apart.
     """
+    both = [operations[s] for s in summands]
+    if all(each.kind == "update" and "-add" in str(each.tag) for each in both):
+        updates = sum(operations[each.operands[-1]].size for each in both)
+        if updates >= math.prod(type.shape):
+            return None
     for into, scattered in (summands, summands[::-1]):
         update = operations[scattered]
         if scattered in operations.rounded or update.kind != "update" or "-add" not in str(update.tag):

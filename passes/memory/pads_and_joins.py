@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import cast
 
 from passes.ir import Node, TensorType
@@ -51,3 +52,30 @@ def joined_by_copies(
     has_long_rows = len(shape) > 1 and dimension == len(shape) - 1 and shape[-1] >= ROW_ELEMENTS
     kind: Kind = "opaque" if count > FUSED_JOINS or has_long_rows else "rearrange"
     return operations.add(kind, operands, shape, dtype, ("concatenate", dimension))
+
+
+def parts_of_joined(operations: Operations, node: Node, operand: int, results: Sequence[TensorType]) -> dict[int, int]:
+    """The results of a slice or split that are one of the arrays that its operand joins, by position; XLA takes those.
+
+    Reference: XLA's AlgebraicSimplifier::HandleSlice, as of jaxlib 0.10.
+    """
+    joined = operations[operand]
+    if joined.name != "concatenate" or any(len(operations[o].shape) != len(joined.shape) for o in joined.operands):
+        return {}
+    dimension = cast("tuple[str, int]", joined.tag)[1]
+    ends = [0, *accumulate(operations[o].shape[dimension] for o in joined.operands)]
+    begins = dict(zip(ends, joined.operands, strict=False))
+    starts = _starts(node, dimension)
+    parts = ((i, begins.get(start, -1)) for i, start in enumerate(starts))
+    return {i: o for i, o in parts if o >= 0 and operations[o].shape == results[i].shape}
+
+
+def _starts(node: Node, dimension: int) -> Sequence[int]:
+    """The place along a dimension where each result of a slice or split begins; none where that is not known."""
+    params = node.params
+    if "sizes" in params:
+        sizes = cast("Sequence[int]", params["sizes"])
+        return [0, *accumulate(sizes[:-1])] if params["axis"] == dimension else []
+    if "start_indices" in params and set(cast("Sequence[int]", params["strides"] or ())) <= {1}:
+        return [cast("Sequence[int]", params["start_indices"])[dimension]]
+    return []

@@ -43,7 +43,7 @@ class Compiler:
     `alignment` of each. Where arrays have to lie `beside` the chip up to some moment, what is on the chip is chosen
     before places are. The `tables` of a program take `table_nbytes` each where anything lies beside the chip. A
     reduce-scatter that is `summed` is an all-reduce of which a part is cut out. One that `copies_late` knows the order
-    of kernels when it copies what is read after it was to be written over.
+    of kernels when it copies what is read after it was to be written over; one without that may add `copies` before.
     """
 
     combine: Combine
@@ -58,6 +58,7 @@ class Compiler:
     table_nbytes: int = 0
     summed: Summed = never_summed
     copies_late: bool = False
+    copies: Callable[[DeviceProgram, Sequence[Kernel]], tuple[DeviceProgram, Sequence[Kernel]]] | None = None
 
 
 def temporaries(
@@ -189,6 +190,8 @@ class _Region:
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         kernels = self.compiler.fuse(program.operations, program.outputs)
+        if copies := self.compiler.copies:
+            program, kernels = copies(program, kernels)
         allocation = lifetimes(
             program,
             kernels,

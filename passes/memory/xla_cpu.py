@@ -13,6 +13,7 @@ from passes.memory.fusion import fuse
 from passes.memory.layouts import laid_out
 from passes.memory.liveness import schedule
 from passes.memory.operations import Operation
+from passes.memory.update_copies import with_copies
 
 
 def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
@@ -22,6 +23,6 @@ def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[
     return joined, tuple(moved[p] for p in place)
 
 
-COMPILER = xla.Compiler(combine=_combined, fuse=fuse, schedule=schedule)
+COMPILER = xla.Compiler(combine=_combined, fuse=fuse, schedule=schedule, copies=with_copies)
 temporaries = partial(xla.temporaries, COMPILER)
 """The bytes that a compiled step needs beside arguments and outputs (`passes.memory.accounting.Model`)."""

@@ -6,7 +6,7 @@ import pytest
 
 from passes.ir import Node, TensorType
 from passes.memory.operations import Operation, Operations
-from passes.memory.pads_and_joins import FUSED_JOINS, ROW_ELEMENTS, joined_by_copies, padded
+from passes.memory.pads_and_joins import FUSED_JOINS, ROW_ELEMENTS, joined_by_copies, padded, parts_of_joined
 
 SHAPE = (8, 1, 4)
 
@@ -51,3 +51,25 @@ def test_many_arrays_and_long_rows_are_copied(count: int, row: int, dimension: i
     operations = Operations()
     parts = [operations.add("input", (), (4, row), "float32", number) for number in range(count)]
     assert operations[joined_by_copies(operations, parts, (4, row), "float32", dimension, count)].kind == kind
+
+
+@pytest.mark.parametrize(
+    ("params", "widths", "taken"),
+    [
+        ({"sizes": (3, 5), "axis": 1}, (3, 5), {0: 0, 1: 1}),
+        ({"sizes": (5, 3), "axis": 1}, (5, 3), {}),
+        ({"sizes": (4, 4), "axis": 0}, (8, 8), {}),
+        ({"start_indices": (0, 3), "limit_indices": (4, 8), "strides": None}, (5,), {0: 1}),
+        ({"start_indices": (0, 3), "limit_indices": (4, 7), "strides": None}, (4,), {}),
+        ({"start_indices": (0, 3), "limit_indices": (4, 8), "strides": (1, 2)}, (3,), {}),
+    ],
+)
+def test_a_slice_of_joined_arrays_that_is_one_of_them_is_that(
+    params: dict[str, object], widths: tuple[int, ...], taken: dict[int, int]
+):
+    operations = Operations()
+    halves = [operations.add("input", (), (4, width), "float32", width) for width in (3, 5)]
+    joined = joined_by_copies(operations, halves, (4, 8), "float32", 1, 2)
+    results = [TensorType(shape=(4, width), dtype="float32") for width in widths]
+    node = Node(primitive="slice", inputs=(0,), outputs=tuple(range(1, 1 + len(widths))), params=params)
+    assert parts_of_joined(operations, node, joined, results) == {i: halves[part] for i, part in taken.items()}

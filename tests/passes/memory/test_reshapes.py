@@ -1,0 +1,45 @@
+"""Elementwise operations come before the reshape of their operands where they alone read what is reshaped."""
+
+from passes.memory.operations import Operation
+from passes.memory.reshapes import computed_before
+
+FLAT, DEEP = (2048, 32), (32, 64, 32)
+
+
+def operation(kind, operands=(), shape=DEEP, tag=None) -> Operation:
+    return Operation(kind, tuple(operands), shape, "float32", -1, tag=tag)
+
+
+def moved(*operations: Operation) -> set[int]:
+    readers = [[i for i, o in enumerate(operations) if at in o.operands] or [-1] for at in range(len(operations))]
+    return set(computed_before(operations, readers))
+
+
+PRODUCT, RESHAPED = operation("dot", shape=FLAT), operation("bitcast", (0,))
+OTHER, OTHER_RESHAPED = operation("dot", shape=FLAT), operation("bitcast", (2,))
+
+
+def test_a_sum_of_two_reshaped_products_is_moved_and_what_reads_it_alone():
+    total, squared = operation("elementwise", (1, 3), tag="add"), operation("elementwise", (4, 4), tag="multiply")
+    assert moved(PRODUCT, RESHAPED, OTHER, OTHER_RESHAPED, total, squared) == {4, 5}
+
+
+def test_numbers_in_every_element_move_along_and_arrays_do_not():
+    two, twos = operation("literal", shape=()), operation("broadcast", (2,))
+    assert moved(PRODUCT, RESHAPED, two, twos, operation("elementwise", (1, 3))) == {4}
+    assert not moved(PRODUCT, RESHAPED, operation("input"), operation("elementwise", (1, 2)))
+
+
+def test_none_is_moved_where_another_operation_reads_what_is_reshaped():
+    root = operation("expensive", (1,), tag="sqrt")
+    assert moved(PRODUCT, RESHAPED, root) == {2}
+    assert not moved(PRODUCT, RESHAPED, root, operation("reduce", (1,), (32, 32)))
+    assert not moved(
+        PRODUCT, RESHAPED, root, operation("elementwise", (2, 1)), operation("input"), root._replace(operands=(4, 1))
+    )
+
+
+def test_a_product_that_is_reshaped_in_two_ways_is_not_moved():
+    flat = operation("bitcast", (2,), (32, 64, 32))
+    other = operation("dot", shape=(64, 1024))
+    assert not moved(PRODUCT, RESHAPED, other, flat, operation("elementwise", (1, 3)))
