@@ -6,17 +6,13 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
-_FROZEN = gc.get_freeze_count()
-"""The objects that Python froze itself when it started, as version 3.12 does."""
-
 
 @contextmanager
 def without_gc() -> Generator[None, None, None]:
     """A context without the garbage collector, which is on again afterwards if it was on before.
 
     A traced program is hundreds of thousands of objects that stay; the collector would look through all of them each
-    time that a quarter as many are made, which is a fifth of the time of tracing and of grouping. What was made in the
-    context counts as old afterwards, or else the next collection would look through all of it at once.
+    time that a quarter as many are made, which is a fifth of the time of tracing and of grouping.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -24,7 +20,4 @@ def without_gc() -> Generator[None, None, None]:
         yield
     finally:
         if collects:
-            if gc.get_freeze_count() <= _FROZEN:  # else the user's own frozen objects would be thawed
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
