@@ -102,19 +102,19 @@ class MeshProblems:
     def __post_init__(self, offload: bool) -> None:
         start = time.perf_counter()
         self.grouping = group(self.step.graph)
-        self.idle = self._idle(offload)
+        self.idle = self._idle(offload=offload)
         self.phase_seconds = {"grouping": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
 
-    def offloading(self, offload: bool) -> MeshProblems:
-        """The same problems for plans that may offload state, or may not."""
+    def offloading(self, *, offload: bool) -> MeshProblems:
+        """The same problems for plans that may `offload` state, or may not."""
         other = copy(self)
-        other.idle = self._idle(offload)
+        other.idle = other._idle(offload=offload)
         other.peak_nodes, other.peak_nodes_by_hand = dict(self.peak_nodes), dict(self.peak_nodes_by_hand)
         other.lowest, other._rows = None, {}  # points stay: without the host, strategies have the same numbers
         other._twins = {mesh: twin and other.as_offloading(twin) for mesh, twin in self._twins.items()}
         return other
 
-    def _idle(self, offload: bool) -> tuple[int, ...]:
+    def _idle(self, *, offload: bool) -> tuple[int, ...]:
         """The inputs, by position, whose state may be in the host's memory between steps."""
         return idle_state(self.step.graph, self.step.state_pairs) if offload else ()
 
@@ -127,8 +127,8 @@ class MeshProblems:
     def _with_host(self, assembly: Assembly) -> Assembly:
         return with_host(assembly, self.idle) if self.idle else assembly
 
-    def assembled(self, mesh: Mesh, regather: bool) -> Assembly:
-        """The sharding problem on a mesh."""
+    def assembled(self, mesh: Mesh, *, regather: bool) -> Assembly:
+        """The sharding problem on a mesh; with `regather`, weights are gathered at every use."""
         began = time.perf_counter()
         step, resharder = self.step, self._resharder(mesh)
         assembly = assemble(step.graph, mesh, self.grouping, resharder, step.state_pairs, regather=regather)
@@ -154,7 +154,7 @@ class MeshProblems:
             self._twins[mesh] = Solved(assembly=assembly, answer=answer) if is_other else None
         return self._twins[mesh]
 
-    def forms(self, solved: Solved) -> list[Solved] | None:
+    def with_twin(self, solved: Solved) -> list[Solved] | None:
         """A mesh's problem and, if it differs, its twin; None where the twin has not been built yet."""
         mesh = solved.assembly.mesh
         if solved.assembly.regather or any(twin is None for twin in self._twins.values()):
