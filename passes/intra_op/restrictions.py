@@ -179,6 +179,7 @@ def megatron(
     assembly: Assembly,
     data: str = "data",
     tensor: str = "tensor",
+    *,
     batch: Sequence[int] | None = None,
     is_state_cut: bool = False,
     rows: Mapping[int, int] = MappingProxyType({}),

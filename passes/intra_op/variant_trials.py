@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from passes.errors import OverBudgetError
 from passes.intra_op.by_hand import SURELY
-from passes.intra_op.forms import computes_more
 from passes.intra_op.incumbent import GOOD_ENOUGH, Incumbent
 from passes.intra_op.mesh_search import MeshSearch
 from passes.intra_op.offloading import idle_state
 from passes.intra_op.unfit_trials import Trial, UnfitTrials
+from passes.intra_op.variant_order import computes_more
 from passes.limits import Limits
 from passes.plan import Alternative, Plan
 from passes.progress import SearchContext

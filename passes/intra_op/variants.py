@@ -22,8 +22,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.errors import OverBudgetError, PlanningError
-from passes.intra_op.forms import forms
 from passes.intra_op.unfit_trials import Trial
+from passes.intra_op.variant_order import variants_in
 from passes.intra_op.variant_trials import VariantTrials
 from passes.plan import INTERRUPTED, LATE, Plan
 from passes.step import Variant
@@ -56,7 +56,7 @@ def cheapest_variant(trials: VariantTrials) -> Plan:
 
 def _cheapest(trials: VariantTrials) -> Plan:
     step = trials.step
-    best = trials.without_limit(forms(step.layers if step.has_stacks else 0, step.chosen.count))
+    best = trials.without_limit(variants_in(step.layers if step.has_stacks else 0, step.chosen.count))
     return _within_limit(trials) if best is None else _with_proven(best, trials.incumbent.least_seconds)
 
 
@@ -73,8 +73,8 @@ def _within_limit(trials: VariantTrials) -> Plan:
             trials.take(trial)
     best = _with_more_kept(trials, _fitting(trials))
     others = [alternative for alternative in trials.alternatives if alternative.seconds != best.step_seconds]
-    has_forms = trials.offloads or trials.step.layers > 0 or len(trials.step.counts) > 1
-    enough = trials.incumbent.least_seconds if has_forms else math.inf
+    has_variants = trials.offloads or trials.step.layers > 0 or len(trials.step.counts) > 1
+    enough = trials.incumbent.least_seconds if has_variants else math.inf
     return _with_proven(_closer(trials, best, enough), enough).beside(others)
 
 
@@ -95,7 +95,7 @@ def _ordered(trials: VariantTrials) -> Iterator[_Attempt]:
         yield _Attempt(variant=replace(first, offload=True))
         trials.put_off()
     counts, more = _counts(step.counts)
-    of_count = {count: forms(step.layers, count) for count in (*counts, *more)}
+    of_count = {count: variants_in(step.layers, count) for count in (*counts, *more)}
     fitting, offloads = list[int](), (False, True) if trials.offloads else (False,)
     for offload in offloads:
         if trials.best is None:
