@@ -46,6 +46,7 @@ class Row:
 
     @property
     def seconds(self) -> float:
+        """All seconds of planning."""
         return self.trace_seconds + self.planning_seconds
 
 
