@@ -31,6 +31,7 @@ BOUND = 0.7
 
 
 def main() -> None:
+    """Prints bytes a second between two processes, of arrays and of a socket; exits with a message below the bound."""
     autopar.distributed.initialize()
     processes = among(jax.devices())
     assert processes is not None

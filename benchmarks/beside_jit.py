@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.table import Table
 
 import autopar
 from benchmarks.baselines import sharded
+from benchmarks.console import stdout
 from benchmarks.equality import difference
 from benchmarks.timing import interleaved, ratio
 from benchmarks.trainings import Training
@@ -29,3 +33,16 @@ def beside_jit(case: Training, devices: int, rounds: int) -> tuple[tuple[str, ..
     median, (low, high) = ratio(seconds, "autopar", "jit")
     times = (f"{np.median(seconds[runner]) * 1e3:.2f} ms" for runner in runners)
     return (*times, f"{median:.2f}", f"{low:.2f}-{high:.2f}", f"{worst:.0e}"), worst
+
+
+def print_rows(title: str, names: Sequence[str], rows: Sequence[tuple[tuple[str, ...], float]], bound: float) -> bool:
+    """Whether a result differs by more than the bound, of rows that are printed: cells under `names` and those of
+    `beside_jit`, and the largest relative difference.
+    """
+    shown = Table(title=title, title_justify="left")
+    for name in (*names, "jit", "autopar", "ratio", "95 %", "differs"):
+        shown.add_column(name, justify="right")
+    for cells, _ in rows:
+        shown.add_row(*cells)
+    stdout().print(shown)
+    return any(worst > bound for _, worst in rows)

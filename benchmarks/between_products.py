@@ -50,6 +50,7 @@ def rows() -> Iterator[tuple[str, int, float, float]]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Prints the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.between_products", description=__doc__)
     parser.parse_args(argv)
     runs = f"fastest of {chains.REPEATS} runs by itself, in {chains.ROUNDS} rounds between products"

@@ -19,6 +19,7 @@ from models import gpt
 from passes.text import quantities
 
 BOUND_SECONDS = 0.5
+"""Seconds beyond tracing in which a plan is to be found in the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,7 @@ class Program:
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh that the plan is for."""
         return self.plan.mesh
 
     @cached_property

@@ -101,6 +101,7 @@ class Compiled:
 
     @property
     def key(self) -> tuple[str, str, str]:
+        """The identity of what was compiled: nothing of it is compiled again."""
         return self.target, self.model, self.planner
 
 

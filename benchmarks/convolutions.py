@@ -11,10 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from rich.table import Table
 
-from benchmarks.beside_jit import beside_jit
-from benchmarks.console import stdout
+from benchmarks.beside_jit import beside_jit, print_rows
 from benchmarks.trainings import Training
 
 BOUND = 1e-5
@@ -83,14 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(list(argv) if argv is not None else None)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
-    shown = Table(title=f"two convolutions and their gradients on {args.devices} devices", title_justify="left")
-    for name in ("layout", "parts", "jit", "autopar", "ratio", "95 %", "differs"):
-        shown.add_column(name, justify="right")
     results = [row(name, parts, args) for name in LAYOUTS for parts in args.parts]
-    for cells, _ in results:
-        shown.add_row(*cells)
-    stdout().print(shown)
-    return any(worst > BOUND for _, worst in results)
+    title = f"two convolutions and their gradients on {args.devices} devices"
+    return print_rows(title, ["layout", "parts"], results, BOUND)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class Result:
 
     @property
     def bound(self) -> float:
+        """The largest difference that is allowed in this precision."""
         return BOUNDS[self.program.precision]
 
     @property

@@ -80,7 +80,7 @@ def ratios(step: Step, cluster: Cluster) -> Iterator[float]:
     search.over(layouts(cluster, cluster.n_devices, 2))
     problems.look(search.solved[0], 0)
     for solved in search.solved:
-        for restrict, regather in restrictions.textbook(solved.assembly.mesh):
+        for restrict, regather in restrictions.hand_made_plans(solved.assembly.mesh):
             base = problems.twin(solved) if regather else solved
             if base is None:
                 continue

@@ -25,6 +25,7 @@ class Function:
 
     @property
     def donated(self) -> tuple[int, ...]:
+        """The positions of arguments whose memory the step may reuse."""
         return (0,) if self.is_step else ()
 
 

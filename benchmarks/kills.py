@@ -156,6 +156,7 @@ def row(kill: Kill, processes: int) -> tuple[str, bool]:
 
 
 def main() -> int:
+    """Kills trainings and prints what becomes of them; 1 where one ends with other parameters."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -95,6 +95,7 @@ class Published:
 
     @property
     def agrees(self) -> bool:
+        """Whether it is what is published, to its last digit."""
         return abs(self.printed - self.planned) <= self.rounding * (1 + 1e-9)
 
 

@@ -166,6 +166,7 @@ def planned(config: gpt.Config, cluster: str, rows: int) -> Any:
 
 
 def main() -> int:
+    """Trains and plans within limits and prints what it takes; 1 where a bound is missed."""
     args = arguments()
     console = stdout()
     if args.large:

@@ -21,9 +21,14 @@ import autopar
 from benchmarks.console import stdout
 from models import gpt
 
-BOUND = 1.01  # ratio of step times
+BOUND = 1.01
+"""The largest median ratio of step times."""
+
 RESAMPLES = 10_000
+"""Draws of the bootstrap."""
+
 TRIVIAL_CALLS = 200
+"""Calls of a step that does next to nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,7 @@ class Pairs:
 
     @property
     def ratio(self) -> float:
+        """The median ratio."""
         return statistics.median(self.ratios)
 
     def interval(self) -> tuple[float, float]:
@@ -165,6 +171,7 @@ def dispatch(state: Any, batch: Any, wrap: Callable[..., Any]) -> Runner:
 
 
 def milliseconds(seconds: float) -> str:
+    """A time as text."""
     return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds * 1e3:,.0f} ms"
 
 

@@ -55,6 +55,8 @@ def trained(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 
 def attention(x: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, out: jax.Array) -> jax.Array:
+    """Multi-head attention of an array [batch, positions, features]."""
+
     def heads(weight: jax.Array) -> jax.Array:
         return (x @ weight).reshape(*x.shape[:2], HEADS, -1)
 
@@ -64,21 +66,25 @@ def attention(x: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array, 
 
 
 def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """Two products with an activation between them."""
     return jax.nn.relu(x @ up) @ down
 
 
 def normed_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """The same behind a norm, beside a skip connection."""
     spread = x - jnp.mean(x, -1, keepdims=True)
     normed = spread * jax.lax.rsqrt(jnp.mean(spread**2, -1, keepdims=True) + 1e-6)
     return x + jax.nn.gelu(normed @ up) @ down
 
 
 def experts(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """The same for each expert of an array [experts, groups, positions, features]."""
     hidden = jax.nn.gelu(jnp.einsum("egsh,ehw->egsw", x, up))
     return jnp.einsum("egsw,ewh->egsh", hidden, down)
 
 
 def head(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The logarithms of probabilities of classes."""
     return jax.nn.log_softmax(x @ weight)
 
 
@@ -102,6 +108,7 @@ def cases() -> Iterator[Case]:
 
 
 def row_of(case: Case, cluster: Cluster, mesh: Mesh) -> Row:
+    """A layer, predicted on a cluster as it is and where order in memory is free, and measured."""
     group = cluster.group()
     device = replace(group.device, strided_bytes_per_second=0.0, product_seconds=0.0, pixel_seconds=0.0)
     free = replace(cluster, groups=(replace(group, device=device),))
@@ -116,6 +123,7 @@ def row_of(case: Case, cluster: Cluster, mesh: Mesh) -> Row:
 
 
 def table(rows: list[Row]) -> Table:
+    """The rows as a table, with the geometric mean of the ratios."""
     columns = (
         "layer with its gradients, or product",
         "array",
@@ -138,6 +146,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Prints the table, or JSON."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.operators",
         description="Measure layers of models with their gradients on 8 virtual CPU devices, beside predictions.",

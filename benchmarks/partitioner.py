@@ -50,10 +50,12 @@ class OnWholes:
     planned: Mesh
 
     def bind(self, cut: Cut, operands: Arrays) -> Arrays:
+        """The results of an operator on whole operands, each constrained to its placement."""
         results = rebind(cut, operands)
         return [self._constrain(x, spec) for x, spec in zip(results, cut.placement.results, strict=True)]
 
     def move(self, array: jax.Array, move: Resharding) -> jax.Array:
+        """An array brought from placement to placement by constraints, step by step."""
         spec = move.before
         for step in move.steps:
             spec = step.apply(spec)
@@ -61,6 +63,7 @@ class OnWholes:
         return array
 
     def share(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:
+        """The array as it is: it is whole."""
         return array
 
     def _constrain(self, array: jax.Array, spec: ShardingSpec) -> jax.Array:

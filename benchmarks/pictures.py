@@ -73,11 +73,13 @@ def pipeline() -> Any:
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", size: int = 13, fill: str = "#222") -> str:
+    """Words at a place of a picture, as SVG."""
     escaped = words.replace("&", "&amp;").replace("<", "&lt;")
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}" fill="{fill}">{escaped}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "#fff") -> str:
+    """A rectangle of a picture, as SVG."""
     size = f'width="{round(width, 2):g}" height="{round(height, 2):g}"'
     return f'<rect x="{round(x, 2):g}" y="{round(y, 2):g}" {size} fill="{fill}" stroke="{stroke}"/>'
 
@@ -224,6 +226,7 @@ def photograph(page: str, path: Path) -> bool:
 
 
 def main() -> None:
+    """Draws all pictures."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pictures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -69,16 +69,19 @@ def _block(params: Any, x: jax.Array, mask: jax.Array | None = None) -> jax.Arra
 
 
 def mlp(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A classifier of two layers."""
     return _entropy(_dense(params, "out", jax.nn.relu(_dense(params, "up", batch["x"]))), batch["label"])
 
 
 def dropout_mlp(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A classifier with dropout."""
     hidden = jnp.tanh(_dense(params, "up", batch["x"]))
     kept = jax.random.bernoulli(key, 0.75, hidden.shape)
     return _entropy(_dense(params, "out", jnp.where(kept, hidden / 0.75, 0)), batch["label"])
 
 
 def convolutions(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A classifier of images."""
     conv = partial(jax.lax.conv_general_dilated, padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     hidden = jax.nn.relu(conv(batch["image"], params["first"], (1, 1)))
     hidden = jax.nn.relu(conv(hidden, params["second"], (2, 2)))
@@ -86,11 +89,13 @@ def convolutions(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def batch_normed(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A classifier with batch normalisation."""
     hidden = jax.nn.relu(_norm(batch["x"] @ params["up"], 0) * params["scale"])
     return _entropy(hidden @ params["out"], batch["label"])
 
 
 def variational(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A variational autoencoder."""
     mean, log_var = jnp.split(jnp.tanh(batch["x"] @ params["encode"]), 2, axis=-1)
     code = mean + jnp.exp(log_var / 2) * jax.random.normal(key, mean.shape)
     divergence = 0.5 * (jnp.exp(log_var) + mean**2 - 1 - log_var).sum(-1)
@@ -98,6 +103,7 @@ def variational(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def language_model(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A causal language model."""
     tokens = batch["tokens"]
     x = params["embed"][tokens] + params["position"]
     x = _block(params, x, jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None, None])
@@ -105,6 +111,7 @@ def language_model(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def masked_model(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A masked language model."""
     shown = jnp.where(batch["mask"] == 0, 0, batch["tokens"])
     logits = _block(params, params["embed"][shown] + params["position"]) @ params["out"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
@@ -113,17 +120,21 @@ def masked_model(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def patches(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A vision transformer over patches."""
     rows = batch["image"].reshape(ROWS, 4, 2, 4, 2, 2).transpose(0, 1, 3, 2, 4, 5).reshape(ROWS, 16, 8)
     return _entropy(_block(params, rows @ params["patch"]).mean(1) @ params["out"], batch["label"])
 
 
 def translation(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A decoder that attends to an encoder."""
     memory = _block(params, params["embed"][batch["source"]])
     x = _attention(params, params["embed"][batch["tokens"]], memory)
     return _entropy(x @ params["out"], batch["tokens"])
 
 
 def recurrent(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A recurrent network in a scan."""
+
     def cell(carry: Any, x: jax.Array) -> tuple[Any, None]:
         hidden, memory = carry
         gates = jnp.concatenate([x, hidden], -1) @ params["gates"]
@@ -137,12 +148,15 @@ def recurrent(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def graphs(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A graph network, which adds up messages where edges end."""
     sent = jnp.take_along_axis(batch["sequence"] @ params["up"], batch["tokens"][..., None], axis=1)
     received = jax.vmap(lambda messages, to: jax.ops.segment_sum(messages, to, LENGTH))(sent, batch["source"])
     return _entropy(jax.nn.relu(received).sum(1) @ params["out"], batch["label"])
 
 
 def q_learning(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """Q-learning, whose targets have no gradient."""
+
     def values(x: jax.Array) -> jax.Array:
         return _dense(params, "out", jax.nn.relu(_dense(params, "up", x)))
 
@@ -152,6 +166,7 @@ def q_learning(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def policy(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A clipped policy gradient with a bonus for entropy."""
     log_probs = jax.nn.log_softmax(_dense(params, "out", jnp.tanh(_dense(params, "up", batch["x"]))))
     chosen = jnp.take_along_axis(log_probs, batch["label"][:, None], 1)[:, 0]
     ratio = jnp.exp(chosen + jnp.log(float(CLASSES)))
@@ -160,6 +175,7 @@ def policy(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def contrastive(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A contrastive loss between two views."""
     rows, columns = (y / jnp.linalg.norm(y, axis=-1, keepdims=True) for y in _towers(params, batch))
     logits = rows @ columns.T * jnp.exp(params["scale"].mean())
     labels = jnp.arange(ROWS)
@@ -171,6 +187,7 @@ def _towers(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def diffusion(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """The prediction of noise."""
     keys = jax.random.split(key, 2)
     noise, time = jax.random.normal(keys[0], (ROWS, WIDTH)), jax.random.uniform(keys[1], (ROWS, 1))
     noisy = jnp.sqrt(1 - time) * batch["x"] + jnp.sqrt(time) * noise
@@ -178,6 +195,7 @@ def diffusion(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def recommendation(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """Lookups in tables, and what they share."""
     embedded = jax.vmap(lambda table, ids: table[ids], (0, 1), 1)(params["tables"], batch["tokens"])
     features = jnp.concatenate([embedded, (batch["x"] @ params["up"])[:, None, :WIDTH]], 1)
     crossed = jnp.einsum("bie,bje->bij", features, features)[:, *jnp.triu_indices(LENGTH + 1, 1)]
@@ -185,17 +203,20 @@ def recommendation(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def experts(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A mixture of experts, each of which takes every row."""
     gates = jax.nn.softmax(batch["x"] @ params["gate"])
     hidden = jax.nn.relu(jnp.einsum("bd,edf->ebf", batch["x"], params["experts"]))
     return _entropy(jnp.einsum("be,ebf->bf", gates, hidden) @ params["out"], batch["label"])
 
 
 def ordinary_equation(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """An ordinary differential equation, solved step by step."""
     end = jax.lax.fori_loop(0, 4, lambda _, y: y + 0.25 * jnp.tanh(y @ params["up"]) @ params["down"], batch["x"])
     return jnp.mean((end - batch["next"]) ** 2)
 
 
 def flow(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """A normalising flow."""
     still, moved = jnp.split(batch["x"], 2, axis=-1)
     scale, shift = jnp.split(jnp.tanh(still @ params["couple"]), 2, axis=-1)
     moved = moved * jnp.exp(scale) + shift
@@ -203,6 +224,8 @@ def flow(params: Any, batch: Any, key: jax.Array) -> jax.Array:
 
 
 def adaptation(params: Any, batch: Any, key: jax.Array) -> jax.Array:
+    """Meta-learning: the loss after a step of adaptation."""
+
     def error(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - y) ** 2)
 

@@ -52,6 +52,9 @@ def placed(
     end: str,
     numbers: list[int],
 ) -> Region:
+    """The region of a graph as its `layout` places it, with those inside it; it runs `trips` times a step, and a branch
+    in a `share` of them. `numbers` holds the next region's number, and `end` names the place behind the last node.
+    """
     graph = background.graph
     number, numbers[0] = numbers[0], numbers[0] + 1
     controls: dict[int, tuple[Control, tuple[Region, ...]]] = {}

@@ -25,10 +25,13 @@ WIDTH, LAYERS, ROWS = 16, 4, 8
 
 
 def init(key: jax.Array) -> Any:
+    """Random weights of a few square layers."""
     return {"layers": [jax.random.normal(k, (WIDTH, WIDTH)) * 0.2 for k in jax.random.split(key, LAYERS)]}
 
 
 def train_step(params: Any, batch: jax.Array | np.ndarray) -> Any:
+    """One step of gradient descent on the mean square of what the layers make of a batch."""
+
     def loss(params: Any) -> jax.Array:
         x = batch
         for w in params["layers"]:
@@ -40,6 +43,7 @@ def train_step(params: Any, batch: jax.Array | np.ndarray) -> Any:
 
 
 def batch_of(number: int) -> np.ndarray:
+    """The batch of a step, the same whenever it is drawn."""
     return np.random.default_rng(number).normal(size=(ROWS, WIDTH)).astype(np.float32)
 
 
@@ -55,6 +59,7 @@ def cut(number: int, frame: object) -> None:
 
 
 def main(planner: str, steps: int, every: int, *, large: bool) -> None:
+    """Trains from the last checkpoint on, prints each step, and digests of the parameters at the end."""
     cross_process.LARGE_NBYTES = 0 if large else cross_process.LARGE_NBYTES
     autopar.distributed.initialize()
     signal.signal(signal.SIGUSR1, cut)

@@ -12,10 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
 
-from benchmarks.beside_jit import beside_jit
-from benchmarks.console import stdout
+from benchmarks.beside_jit import beside_jit, print_rows
 from benchmarks.trainings import Training
 
 BOUND = 1e-6
@@ -61,14 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(list(argv) if argv is not None else None)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
-    shown = Table(title=f"gradient of a softmax on {args.devices} devices, median step", title_justify="left")
-    for name in ("rows a device", "jit", "autopar", "ratio", "95 %", "differs"):
-        shown.add_column(name, justify="right")
     results = [row(rows, args) for rows in args.rows]
-    for cells, _ in results:
-        shown.add_row(*cells)
-    stdout().print(shown)
-    return any(worst > BOUND for _, worst in results)
+    title = f"gradient of a softmax on {args.devices} devices, median step"
+    return print_rows(title, ["rows a device"], results, BOUND)
 
 
 if __name__ == "__main__":

@@ -42,15 +42,19 @@ of 11, and two stages could not be more than 1.73 times as fast.
 """
 
 TOLERANCE = 1e-5
+"""The relative difference that losses of the same step may have."""
 
 
 def init(key: jax.Array) -> Any:
+    """Random weights of residual blocks of two products each."""
     keys = jax.random.split(key, 2 * BLOCKS)
     shapes = [(WIDTH, HIDDEN), (HIDDEN, WIDTH)] * BLOCKS
     return [jax.random.normal(k, shape) * shape[0] ** -0.5 for k, shape in zip(keys, shapes, strict=True)]
 
 
 def step(params: Any, batch: jax.Array) -> Any:
+    """One step of gradient descent on the blocks."""
+
     def loss(params: Any) -> jax.Array:
         x = batch
         for up, down in zip(params[::2], params[1::2], strict=True):
@@ -119,6 +123,7 @@ def verdict(spent: dict[str, list[float]], computed: list[dict[str, list[float]]
 
 
 def main() -> int:
+    """The exit status: 1 where a bound is missed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.speedup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

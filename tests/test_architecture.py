@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 PICTURE = re.compile(r"```mermaid\n.*?```\n", re.DOTALL)
 PATH = re.compile(r"`((?:autopar|passes|models|benchmarks|tests|docs)/[\w./]*)`")
 FILES = {
-    "passes": {"__init__", "errors", "files", "progress", "gc_pause", "step", "device_placement"},
+    "passes": {"__init__", "errors", "files", "limits", "progress", "gc_pause", "step", "device_placement"},
     "autopar": {
         "__init__",
         "__main__",

@@ -22,8 +22,8 @@ FOLDERS = ("autopar", "benchmarks", "models", "passes", "tests")
 # The rooms of each package and the files beside them, each of which may import only what stands before it.
 ORDER = {
     "passes": (
-        *("errors", "files", "gc_pause", "progress", "text", "cluster", "solver", "inter_op", "device_placement"),
-        *("ir", "sharding", "rules"),
+        *("errors", "files", "gc_pause", "limits", "progress", "text", "cluster", "solver", "inter_op"),
+        *("device_placement", "ir", "sharding", "rules"),
         *("placement", "layers", "transforms", "step", "memory", "plan", "page", "intra_op", "pipeline"),
         "planners",
         "__init__",

@@ -16,7 +16,7 @@ from autopar.frontend import structs_of
 from autopar.rewrite import TracedStep
 from passes.cluster import Cluster, HostGroup
 from passes.errors import OverBudgetError, PlanningError
-from passes.intra_op import best, named
+from passes.intra_op import MeshProblems, cheapest_plan, named
 from passes.plan import AnyPlan, Plan
 from passes.planners import Auto, DataParallel, Megatron, Planner, PlanOptions, Zero
 from passes.step import Step
@@ -174,7 +174,7 @@ def _jit(step: TracedStep, room: Room, announce: Announce) -> Plan:
     group = room.cluster.group()
     alone = HostGroup(hosts=1, devices_per_host=1, device=group.device, intra=group.intra, inter=group.inter)
     cluster = Cluster(name=f"one of {room.cluster.name}", groups=(alone,))
-    return best("jit", step, [named(cluster)], room.auto.solver)
+    return cheapest_plan("jit", MeshProblems(step=step), [named(cluster)], room.auto.solver)
 
 
 def _planned(planner: Planner, step: TracedStep, room: Room) -> Plan:

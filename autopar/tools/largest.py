@@ -11,6 +11,7 @@ from autopar.rewrite import TracedStep
 from autopar.tools.fit import PLANNERS, Announce, Example, Room, Row, RowPlanner, batch_of, quiet, traced_step
 from passes.errors import PlanningError
 from passes.intra_op import MOST_OPERATORS, VariantTrials, cheapest_variant
+from passes.limits import Limits
 from passes.plan import Plan
 from passes.progress import Deadline, Progress, SearchContext
 
@@ -56,7 +57,7 @@ def _tried(step: TracedStep, room: Room, on_plan: Announce) -> Plan:
 
     trials = VariantTrials(
         step=step,
-        limit=room.limit_nbytes,
+        limits=Limits.equal(room.limit_nbytes),
         most=MOST_OPERATORS // MOST_PLANS,
         search=lambda variant, offload, most_nbytes, part: room.auto.mesh_search(
             variant, room.cluster, part, offload, most_nbytes

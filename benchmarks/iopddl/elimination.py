@@ -23,6 +23,8 @@ Table = tuple[tuple[int, ...], Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Best:
+    """The best `strategy` of an eliminated node under every choice of its `parents`."""
+
     node: int
     parents: tuple[int, ...]
     strategy: Indices

@@ -34,18 +34,37 @@ from benchmarks.iopddl.mini_buckets import MiniBuckets
 from benchmarks.iopddl.reductions import Reduction, reduce
 from passes.errors import NoLegalPlanError, PlanningError
 
-_TINY_PROGRAM = 20_000
-_SMALL_PROGRAM = 1_000_000
+# Chosen; what half and double of them do is not recorded.
+
+_TINY_PROGRAM, _SMALL_PROGRAM = 20_000, 1_000_000
+"""Non-zeros up to which the integer program of the whole is solved first, or once the search is stale."""
+
 _STALE_ROUNDS = 30
-_FIRST_LEVEL = 0.3
+"""Rounds without a better choice after which the search is stale."""
+
+_FIRST_LEVEL, _LEAST_LEVEL = 0.3, 1e-5
+"""How far above the best bound the level starts, as a share of it, and below which share it starts anew, nearer."""
+
 _PATIENCE = 3
+"""Rounds that gain nothing after which the level comes closer."""
+
 _PASSES = 2
-_LEAST_LEVEL = 1e-5
+"""Passes of messages a round, forward and back."""
+
 _BUCKET_ENTRIES = 2_000
+"""Entries of the largest table of mini-buckets."""
+
 _REORDER_ROUNDS = 8
+"""Rounds after which nodes are eliminated in another order."""
+
 _SEARCH_SHARE = 0.8
+"""Seconds of a local search, as a share of those of the round before it."""
+
 _WORTH_A_PROCESS = 1_000
+"""Nodes from which a second process searches near the best choice."""
+
 _ROUNDING = 1e-9
+"""The share that is taken off a bound, as its sums are rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

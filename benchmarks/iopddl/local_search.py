@@ -15,11 +15,19 @@ from benchmarks.iopddl.elimination import Elimination
 from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices
 from benchmarks.iopddl.recombination import Landscape, combine
 
-_SWEEP_ENTRIES = 20_000
-_REGION_ENTRIES = 50_000
+# Chosen; what half and double of them do is not recorded.
+
+_SWEEP_ENTRIES, _REGION_ENTRIES = 20_000, 50_000
+"""Entries of the largest table where most of the graph is optimised, and where a region is."""
+
 _REGIONS = (100, 300, 1000)
+"""Nodes of a region, drawn from these."""
+
 _REGION_SHARE = 0.5
+"""The share of proposals that are of a region."""
+
 _PRICE_SCALES = (0.0, 0.5, 0.8, 1.0, 1.0, 1.0, 1.25, 2.0)
+"""Factors of the prices of bytes, drawn for each proposal."""
 
 
 class LocalSearch:

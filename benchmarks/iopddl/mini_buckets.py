@@ -39,6 +39,8 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
+    """The sums in which a node is eliminated, and the nodes of each table that mentions it."""
+
     node: int
     sums: tuple[_Sum, ...]
     scopes: tuple[_Scope, ...]

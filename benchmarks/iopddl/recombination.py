@@ -22,12 +22,19 @@ from benchmarks.iopddl.integer_program import Rows, minimise
 
 Bools = NDArray[np.bool_]
 
+# Chosen; what half and double of them do is not recorded.
+
 _MOST_PARTS = 400
-_ROUNDS = 12
-_NEW_ROWS = 8
+"""Parts of one integer program, those that gain or cost most."""
+
+_ROUNDS, _NEW_ROWS = 12, 8
+"""Integer programs of one mixture, and rows that each may add: the times that would overflow most."""
+
 _OVERFLOW_WEIGHT = 1e3
-_SECONDS = 0.7
-_GAP = 1e-3
+"""The cost of an overflow as large as the largest move of a part, as a multiple of the largest gain."""
+
+_SECONDS, _GAP = 0.7, 1e-3
+"""Seconds for one mixture, and the relative gap of each program."""
 
 
 class Landscape:

@@ -26,10 +26,19 @@ from benchmarks.iopddl.graph_problem import Floats, GraphProblem, Indices
 from benchmarks.iopddl.shrinking import Bools, Reduction, Shrinking, Step
 from passes.errors import NoLegalPlanError
 
+# Chosen; what half and double of them do is not recorded.
+
 _SMALL_TABLE = 4096
+"""Entries of an edge up to which a node of two neighbours becomes one."""
+
 _DOMINANCE_WORK = 4_000_000
+"""Pairs of a node's strategies, times strategies of its neighbours, up to which dominance is looked for."""
+
 _NARROW = 3
+"""Neighbours up to which a node folds into a larger one, and dominance is looked for to the end."""
+
 _ROUNDS = 3
+"""Rounds of all rules at most."""
 
 
 def reduce(problem: GraphProblem) -> Reduction:

@@ -58,6 +58,7 @@ class Row:
 
     @property
     def missed(self) -> bool:
+        """Whether planning took longer than its targets: in all, and after tracing."""
         late = self.case.after is not None and self.total - self.trace > self.case.after
         return late or self.total > self.case.bound
 

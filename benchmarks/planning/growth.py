@@ -17,7 +17,7 @@ from benchmarks.console import stdout
 from benchmarks.planning import one_mesh
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
-from passes.intra_op import best, layouts
+from passes.intra_op import MeshProblems, cheapest_plan, layouts
 from passes.planners import Auto
 from passes.step import Step
 from passes.text import quantities
@@ -46,6 +46,7 @@ class Row:
 
     @property
     def seconds(self) -> float:
+        """All seconds of planning."""
         return self.trace_seconds + self.planning_seconds
 
 
@@ -85,7 +86,7 @@ def planned(along: str, size: int, program: tuple[Traced, float], cluster: str, 
     meshes = [min(meshes, key=lambda mesh: max(mesh.sizes))] if first else meshes
     start = time.perf_counter()
     step = Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
-    plan = best("auto", step, meshes, Auto().solver)
+    plan = cheapest_plan("auto", MeshProblems(step=step), meshes, Auto().solver)
     return Row(
         along=along,
         size=size,

@@ -18,7 +18,7 @@ from benchmarks import trainings
 from models import gpt, llama, moe, wide_resnet
 from passes.cluster import Cluster
 from passes.gc_pause import without_gc
-from passes.intra_op import assemble, best, named
+from passes.intra_op import MeshProblems, assemble, cheapest_plan, named
 from passes.memory import peak
 from passes.placement import group, resharding_plan
 from passes.sharding import Resharder
@@ -122,7 +122,7 @@ def plan(
         peak(graph, grouping, mesh, layout, reshardings, traced.state_pairs, traced.donated)
     with phases.timed("whole"):
         step = Step(graph=graph, state_pairs=traced.state_pairs, donated=traced.donated)
-        full_plan = best("auto", step, [mesh], options)
+        full_plan = cheapest_plan("auto", MeshProblems(step=step), [mesh], options)
     parts = [spent for phase, spent in phases.spent.items() if phase not in ("trace", "whole")]
     total = phases.spent.pop("whole")
     phases.spent["rest"] = Spent(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from passes.cluster import Cluster
 from passes.errors import PlanningError
-from passes.intra_op import best, named, restrictions
+from passes.intra_op import MeshProblems, cheapest_plan, named, restrictions
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.roles import Value
 from passes.intra_op.strategy_filter import StrategyFilter, restricted
@@ -72,13 +72,14 @@ class DeepMegatron(Megatron):
         mesh = named(cluster, ("data", self.data), ("tensor", self.tensor))
         if self.pipeline == 1:
             step = step.variant(Variant(microbatches=self.microbatches, stages=0))
-            return Planned.of(best(self.name, step, [mesh], self.solver, self._whole(step)), step)
+            problems = MeshProblems(step=step, restrict=self._whole(step))
+            return Planned.of(cheapest_plan(self.name, problems, [mesh], self.solver), step)
         known: dict[object, tuple[Step, Plan]] = {}
 
         def plan_stage(part: Step, stage: int) -> Plan:
             key, name = (part.graph.fingerprint, part.state_pairs, part.donated), f"stage {stage}"
             if key not in known:
-                plan = best(name, part, [mesh], self.solver, self.restriction)
+                plan = cheapest_plan(name, MeshProblems(step=part, restrict=self.restriction), [mesh], self.solver)
                 known[key] = part, plan
                 return plan
             planned, plan = known[key]

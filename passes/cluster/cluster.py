@@ -1,4 +1,4 @@
-"""Hosts, devices and the links between them: what a plan is made for."""
+"""Clusters: devices, the hosts that they are in, and the links between them, as values and as JSON."""
 
 from __future__ import annotations
 
@@ -163,7 +163,13 @@ class HostGroup:
 
     @property
     def n_devices(self) -> int:
+        """The number of devices of all hosts together."""
         return self.hosts * self.devices_per_host
+
+    def __str__(self) -> str:
+        """The text that `parse_cluster` reads, such as `2x8:h100`, or `8:h100` for one host."""
+        devices = f"{self.devices_per_host}:{self.device.name}"
+        return devices if self.hosts == 1 else f"{self.hosts}x{devices}"
 
 
 MOST_DEVICES = 2**20
@@ -190,6 +196,7 @@ class Cluster:
 
     @property
     def n_devices(self) -> int:
+        """The number of devices of all groups together."""
         return sum(group.n_devices for group in self.groups)
 
     def group(self) -> HostGroup:

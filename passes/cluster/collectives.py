@@ -1,4 +1,4 @@
-"""Seconds of a collective under the alpha-beta model: one small function an algorithm, the cheapest wins, as in NCCL.
+"""Seconds of a collective under the alpha-beta model: those of the algorithm that takes least, as NCCL chooses.
 
 Every algorithm is a line over B, the bytes on the larger side of one device's buffer. With n ranks over h hosts,
 r = n / h on each, links of latency a and bandwidth w (`i` inside a host; `x` across hosts, a host's ranks together),

@@ -71,8 +71,8 @@ class HostSpec:
             adapters=self.adapters,
             wiring=self.wiring,
         )
-        text = f"{per_host}:{self.device.name}" if hosts == 1 else f"{hosts}x{per_host}:{self.device.name}"
-        return Cluster(name=name or text, groups=(whole.with_devices(per_host),))
+        group = whole.with_devices(per_host)
+        return Cluster(name=name or str(group), groups=(group,))
 
 
 def virtual_cpu(cores: int, memory_nbytes: int, devices: int) -> DeviceSpec:

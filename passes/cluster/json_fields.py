@@ -35,6 +35,7 @@ class Fields:
         return cls(data=fields, where=where)
 
     def text(self, name: str) -> str:
+        """The text of a field. Raises ClusterError for another value, as all of these do."""
         value = self.data[name]
         if not isinstance(value, str):
             raise self.wrong(name, "should be text", "put it in quotes")
@@ -48,6 +49,7 @@ class Fields:
         return value
 
     def count(self, name: str) -> int:
+        """A whole number from 1."""
         value = self.data[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
             raise self.wrong(name, "should be a whole number from 1", "count hosts, devices and bytes one by one")
@@ -61,6 +63,7 @@ class Fields:
         return value
 
     def at_least_0(self, name: str, default: float = 0.0) -> float:
+        """A finite number from 0; `default` for a field that is missing."""
         value = self.data.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise self.wrong(name, "should be a finite number from 0", "give it in seconds, bytes or flops, unscaled")
@@ -81,6 +84,7 @@ class Fields:
         return value
 
     def objects(self, name: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> list[Fields]:
+        """The fields of each object in a list; empty where the field is missing."""
         value = self.data.get(name, ())
         if not isinstance(value, list | tuple):
             raise self.wrong(name, "should be a list", "write [{...}]")
@@ -88,7 +92,9 @@ class Fields:
         return [Fields.of(entry, f"{name}[{index}]", needed, optional) for index, entry in entries]
 
     def object(self, name: str, needed: tuple[str, ...], optional: tuple[str, ...] = ()) -> Fields:
+        """The fields of an object inside this one."""
         return Fields.of(self.data[name], f"{self.where}.{name}", needed, optional)
 
     def wrong(self, name: str, rule: str, remedy: str) -> ClusterError:
+        """The error of a field that breaks a rule."""
         return ClusterError(explain(f"{self.where}.{name}", rule, f"it is {self.data[name]!r:.60}", remedy))

@@ -80,6 +80,7 @@ ICI_ALPHA_SECONDS = 1e-6
 
 
 def plain(gb_per_second: float, alpha_seconds: float) -> Link:
+    """A link of this many GB/s without protocols of less latency."""
     return Link(alpha_seconds=alpha_seconds, bytes_per_second=gb_per_second * 1e9)
 
 

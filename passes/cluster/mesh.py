@@ -69,9 +69,11 @@ class Mesh:
 
     @cached_property
     def size(self) -> int:
+        """The number of devices."""
         return math.prod(self.sizes)
 
     def axis_size(self, axis: str) -> int:
+        """The number of devices along an axis."""
         return self.sizes[self.axes.index(axis)]
 
     def group(self, axes: tuple[str, ...]) -> Group:

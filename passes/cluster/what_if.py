@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from passes.cluster.cluster import Cluster, DeviceSpec, Link, Measured
 from passes.errors import ClusterError, explain
+
+Line = TypeVar("Line", Link, Measured)
+"""A link or a measured collective: seconds as a line over bytes."""
 
 _LEAST_FACTOR = 1e-9
 """The least factor for a link's bytes per second, which makes a byte of a gigabyte; the greatest is its reciprocal."""
@@ -22,10 +26,8 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
         rule = f"hosts of {group.devices_per_host} are taken whole, or one of them in part"
         remedy = f"take a multiple of {group.devices_per_host}, or describe the hosts that you mean by cluster="
         raise ClusterError(explain(f"{devices} devices of cluster {cluster.name!r}", rule, "", remedy))
-    per_host = group.devices_per_host if hosts else devices
-    hosts = hosts or 1
-    name = f"{hosts}x{per_host}:{group.device.name}" if hosts > 1 else f"{per_host}:{group.device.name}"
-    return replace(cluster, name=name, groups=(replace(group, hosts=hosts).with_devices(per_host),))
+    taken = replace(group, hosts=max(hosts, 1)).with_devices(group.devices_per_host if hosts else devices)
+    return replace(cluster, name=str(taken), groups=(taken,))
 
 
 def slower_device(device: DeviceSpec, compute: float) -> DeviceSpec:
@@ -50,20 +52,17 @@ def slower(cluster: Cluster, compute: float = 1.0, communication: float = 1.0) -
     group = cluster.group()
     device = replace(slower_device(group.device, compute), send_seconds=group.device.send_seconds * communication)
 
-    def longer(link: Link) -> Link:
-        seconds, rate = link.alpha_seconds * communication, link.bytes_per_second / communication
-        return replace(link, alpha_seconds=seconds, bytes_per_second=rate)
-
-    def measured(seen: Measured) -> Measured:
-        seconds, rate = seen.alpha_seconds * communication, seen.bytes_per_second / communication
-        return replace(seen, alpha_seconds=seconds, bytes_per_second=rate)
+    def longer(line: Line) -> Line:
+        """A link, or a measured collective, that takes `communication` times as long for any message."""
+        seconds, rate = line.alpha_seconds * communication, line.bytes_per_second / communication
+        return replace(line, alpha_seconds=seconds, bytes_per_second=rate)
 
     calibrated = replace(
         group,
         device=device,
         intra=longer(group.intra),
         inter=longer(group.inter),
-        measured=tuple(map(measured, group.measured)),
+        measured=tuple(map(longer, group.measured)),
     )
     name = f"{cluster.name}, calibrated: compute x {compute:.3g}, communication x {communication:.3g}"
     return replace(cluster, name=name, groups=(calibrated,))
@@ -81,17 +80,15 @@ def with_bandwidth(cluster: Cluster, factor: float = 1.0, network_factor: float 
             raise ClusterError(explain(f"bandwidth times {times:g}", rule, "", "write, say, 0.5"))
     group = cluster.group()
 
-    def faster(link: Link, times: float) -> Link:
-        return replace(link, bytes_per_second=times * link.bytes_per_second)
-
-    def measured(seen: Measured) -> Measured:
-        return replace(seen, bytes_per_second=factor * seen.bytes_per_second)
+    def faster(line: Line, times: float) -> Line:
+        """A link, or a measured collective, of `times` the bytes per second."""
+        return replace(line, bytes_per_second=times * line.bytes_per_second)
 
     scaled = replace(
         group,
         intra=faster(group.intra, factor),
         inter=faster(group.inter, factor * network_factor),
-        measured=tuple(map(measured, group.measured)),
+        measured=tuple(faster(seen, factor) for seen in group.measured),
     )
     words = [f"links x {factor:g}"] if factor != 1 else []
     words += [f"network x {network_factor:g}"] if network_factor != 1 else []

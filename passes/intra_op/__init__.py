@@ -8,7 +8,7 @@ from passes.intra_op.build_problem import assemble
 from passes.intra_op.flops import product_flops, slow_dtype
 from passes.intra_op.layer_costs import layer_costs
 from passes.intra_op.mesh_problems import MeshProblems, Solved
-from passes.intra_op.mesh_search import MeshSearch, best
+from passes.intra_op.mesh_search import MeshSearch, cheapest_plan
 from passes.intra_op.meshes import for_constraints, layouts, named
 from passes.intra_op.offloading import away
 from passes.intra_op.variant_trials import MOST_OPERATORS, VariantTrials
@@ -23,7 +23,7 @@ __all__ = [
     "VariantTrials",
     "assemble",
     "away",
-    "best",
+    "cheapest_plan",
     "cheapest_variant",
     "computing",
     "extract",

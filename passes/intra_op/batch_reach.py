@@ -71,22 +71,22 @@ def batch_reach(
     images; so do rows for which a loop draws, and rows drawn from what is `stored` in the state, such as a replay
     memory.
     """
-    ways = _Ways.through(root)
-    weighty = ways.reached(_Dim(root.number, v, d) for v in parameters for d in range(root.graph.types[v].rank))
-    ways.add(itertools.chain.from_iterable(map(_moved, root.all())))
-    reached = ways.reached(_Dim(root.number, value, dim) for value, dim in batch.items())
+    place_graph = _PlaceGraph.through(root)
+    weighty = place_graph.reached(_Dim(root.number, v, d) for v in parameters for d in range(root.graph.types[v].rank))
+    place_graph.add(itertools.chain.from_iterable(map(_moved, root.all())))
+    reached = place_graph.reached(_Dim(root.number, value, dim) for value, dim in batch.items())
     # Of a batch in microbatches, rows are drawn for all of them before the loop.
     rows = {
         math.prod(root.graph.types[value].shape[first : dim + 1]) for value, dim in batch.items() for first in {0, dim}
     }
     of_rows = itertools.chain.from_iterable(_drawn(each, rows) for each in root.all())
-    for place in (*of_rows, *_drawn_from(root, stored, ways)):
-        drawn = ways.reached([place])
+    for place in (*of_rows, *_drawn_from(root, stored, place_graph)):
+        drawn = place_graph.reached([place])
         if weighty.isdisjoint(drawn):  # noise on weights is none
             reached |= drawn
     on_batch = _classes_of(reached)
-    parts = ways.reached(place for each in root.all() for place in _inside_parts(each, reached))
-    aligned = _classes_of(ways.back().reached(reached) | parts)
+    parts = place_graph.reached(place for each in root.all() for place in _inside_parts(each, reached))
+    aligned = _classes_of(place_graph.back().reached(reached) | parts)
     return BatchReach(
         classes=on_batch,
         aligned={node: classes for node, classes in aligned.items() if node not in on_batch},
@@ -96,7 +96,7 @@ def batch_reach(
 
 def a_loop_runs_over(root: Subproblem, batch: Mapping[int, int]) -> bool:
     """Whether a loop runs over a dimension that these inputs, with the dimension of each, reach."""
-    reached = _Ways.through(root).reached(_Dim(root.number, value, dim) for value, dim in batch.items())
+    reached = _PlaceGraph.through(root).reached(_Dim(root.number, value, dim) for value, dim in batch.items())
     return any(True for each in root.all() for _ in _inside_parts(each, reached))
 
 
@@ -123,13 +123,13 @@ def _drawn(subproblem: Subproblem, rows: Collection[int] | None = None) -> Itera
             yield from (_Dim(subproblem.number, value, 0) for value in ours)
 
 
-def _drawn_from(root: Subproblem, stored: Collection[int], ways: _Ways) -> Iterator[_Place]:
+def _drawn_from(root: Subproblem, stored: Collection[int], place_graph: _PlaceGraph) -> Iterator[_Place]:
     """The leading dimensions of what lookups take from `stored` inputs, or from what is made of them, at random
     indices.
     """
-    drawn = ways.reached(itertools.chain.from_iterable(map(_drawn, root.all())))
+    drawn = place_graph.reached(itertools.chain.from_iterable(map(_drawn, root.all())))
     places = {_Dim(root.number, value, 0) for value in stored if root.graph.types[value].rank}
-    tables = {place[:2] for place in ways.reached(places) if isinstance(place, _Dim)}
+    tables = {place[:2] for place in place_graph.reached(places) if isinstance(place, _Dim)}
     for each in root.all() if drawn and tables else ():
         for node, rule in zip(each.graph.nodes, each.grouping.rules, strict=True):
             if rule.sparse and (each.number, node.inputs[0]) in tables:
@@ -147,27 +147,28 @@ def _classes_of(places: Iterable[_Place]) -> Classes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ways:
+class _PlaceGraph:
     """A graph of places, with an edge to each place at which elements go on."""
 
     onward: dict[_Place, list[_Place]] = field(default_factory=lambda: defaultdict[_Place, list[_Place]](list))
 
     @classmethod
-    def through(cls, root: Subproblem) -> _Ways:
+    def through(cls, root: Subproblem) -> _PlaceGraph:
         """The edges from operands to results along which elements keep their order."""
-        ways = cls()
-        ways.add(itertools.chain.from_iterable(map(_carried, root.all())))
-        return ways
+        place_graph = cls()
+        place_graph.add(itertools.chain.from_iterable(map(_carried, root.all())))
+        return place_graph
 
     def add(self, pairs: Iterable[tuple[_Place, _Place]]) -> None:
+        """Adds an edge from the first place of each pair to the second."""
         for before, after in pairs:
             self.onward[before].append(after)
 
-    def back(self) -> _Ways:
+    def back(self) -> _PlaceGraph:
         """The same edges reversed, from results to operands."""
-        ways = _Ways()
-        ways.add((after, before) for before, several in self.onward.items() for after in several)
-        return ways
+        place_graph = _PlaceGraph()
+        place_graph.add((after, before) for before, several in self.onward.items() for after in several)
+        return place_graph
 
     def reached(self, starts: Iterable[_Place]) -> set[_Place]:
         """The places that can be reached, the starts included."""

@@ -24,7 +24,7 @@ from passes.intra_op.assembly import (
     full_placements,
     stacked,
 )
-from passes.intra_op.matrices import Common, Matrix
+from passes.intra_op.matrices import Matrix, SharedTables
 from passes.intra_op.reductions import Read, with_sums
 from passes.intra_op.stacks import Copies, copies
 from passes.intra_op.strategies import Table, Tabulator, signature_of
@@ -70,8 +70,9 @@ class _Builder:
     backgrounds: dict[int, Background] = field(default_factory=dict)
 
     @property
-    def common(self) -> Common:
-        return self.resharder.kept(Common)
+    def shared(self) -> SharedTables:
+        """The tables of the mesh, which other problems on it have as well."""
+        return self.resharder.kept(SharedTables)
 
     def _weights(self, graph: Graph) -> frozenset[int]:
         """The weights that are gathered again for the backward pass."""
@@ -94,7 +95,7 @@ class _Builder:
         for operator_group in grouping.operator_groups:
             signature, written, read = signature_of(operator_group, graph, grouping, leaving, operators, anew)
             table = tabulator.table(signature, graph.nodes[min(operator_group.members)].source)
-            interface = self.common.interface(table, graph, operator_group)
+            interface = self.shared.interface(table, graph, operator_group)
             node = self._node(weight * table.seconds, interface.kind)
             tables.append(table)
             self.reads[node], self.inputs[node] = read, interface.inputs
@@ -102,7 +103,7 @@ class _Builder:
                 sites[written[position]] = ValueSite(node=node, specs=specs)
         for value in grouping.loose:
             if value not in sites:
-                sites[value] = self._chosen(graph.types[value], self.common.full(graph.types[value]), Copies(), weight)
+                sites[value] = self._chosen(graph.types[value], self.shared.full(graph.types[value]), Copies(), weight)
         control_joins: dict[int, ControlJoin] = {}
         for index, control in grouping.controls.items():
             results = zip(graph.nodes[index].outputs, control.results, strict=True)
@@ -111,7 +112,7 @@ class _Builder:
             ports = control_joins[index].ports
             for value, port_use in zip(graph.nodes[index].outputs, control.results, strict=True):
                 port = ports[port_use.port]
-                specs = self.common.interned(tuple(stacked(spec, port_use) for spec in port.specs))
+                specs = self.shared.interned(tuple(stacked(spec, port_use) for spec in port.specs))
                 sites[value] = ValueSite(node=port.node, specs=specs)
         return Subproblem(
             number=number,
@@ -152,7 +153,7 @@ class _Builder:
     def _chosen(self, type: TensorType, specs: Sequence[ShardingSpec], copied: Copies, weight: float) -> ValueSite:
         """A new node that decides the placement of one value; the loop that copies slices runs `weight` times."""
         seconds = [weight * copied.seconds(spec.local_nbytes(type, self.mesh), self.mesh) for spec in specs]
-        return ValueSite(node=self._node(np.array(seconds), str(type)), specs=self.common.interned(tuple(specs)))
+        return ValueSite(node=self._node(np.array(seconds), str(type)), specs=self.shared.interned(tuple(specs)))
 
     def connect(self, subproblem: Subproblem, background: Background) -> None:
         """Adds the edges of a subproblem and of all subproblems inside it."""
@@ -160,12 +161,12 @@ class _Builder:
         for index, operator_group in enumerate(subproblem.grouping.operator_groups):
             node, late = subproblem.first + index, operator_group.phase == "backward"
             for position, specs in self.inputs[node]:
-                self._connect(subproblem, self.reads[node][position], node, specs, None, late)
+                self._connect(subproblem, self.reads[node][position], node, specs, None, late=late)
         for index, control_join in subproblem.control_joins.items():
             operands = zip(subproblem.graph.nodes[index].inputs, control_join.control.operands, strict=True)
             for value, port_use in operands:
                 port = control_join.ports[port_use.port]
-                specs = self.common.interned(tuple(stacked(spec, port_use) for spec in port.specs))
+                specs = self.shared.interned(tuple(stacked(spec, port_use) for spec in port.specs))
                 self._connect(subproblem, value, port.node, specs, index)
             within = background.inside(index, control_join.control)
             for body, inner, beside in zip(control_join.control.bodies, control_join.bodies, within, strict=True):
@@ -175,11 +176,11 @@ class _Builder:
                     self._connect(inner, value, site.node, site.specs, len(body.graph.nodes))
 
     def _connect(
-        self, subproblem: Subproblem, value: int, target: int, after: Specs, at: int | None, late: bool = False
+        self, subproblem: Subproblem, value: int, target: int, after: Specs, at: int | None, *, late: bool = False
     ) -> None:
         """Adds the cost of bringing `value` to its reader `target`: an edge, or seconds of the target's own strategies.
 
-        The target is an operator group, or reads the value at node `at`.
+        The target is an operator group, of the backward pass if it is `late`, or reads the value at node `at`.
         """
         graph, grouping = subproblem.graph, subproblem.grouping
         root = grouping.roots.get(value, value)
@@ -191,14 +192,14 @@ class _Builder:
             self.seconds[target] += subproblem.weight * np.array([self.resharder.cost(type, copies, s) for s in after])
             return
         site, behind = subproblem.sites[root], self.backgrounds[subproblem.number].behind(value)
-        matrix = self.common.matrix(type, site.specs, after, behind)
+        matrix = self.shared.matrix(type, site.specs, after, behind)
         if site.node == target:
             self.seconds[target] += subproblem.weight * matrix.seconds[matrix.before, matrix.after]
         elif not matrix.free:
             read = Read(subproblem, value, at, behind)
             if root in self._passed(subproblem) and any(spec.partial for spec in site.specs):
                 # What is summed up before a barrier is let through as a sum; anything else is brought again behind it.
-                sums, matrix = self.common.halves(type, site.specs, after, behind)
+                sums, matrix = self.shared.halves(type, site.specs, after, behind)
                 group = self.sums.setdefault((subproblem.number, root), len(self.groups) + len(self.sums))
                 self._edge(site.node, target, sums, group, subproblem.weight, read)
             # With `regather`, weights are gathered again for the backward pass; otherwise readers share the first copy.
@@ -243,7 +244,7 @@ class _Builder:
                 seconds=tuple(self.seconds),
                 edges=with_sums(self.edges, self.edge_reads, self.resharder),
                 kinds=tuple(self.kinds),
-                memory=self.common.memory,
+                cache=self.shared.cache,
             ),
             state_pairs=state_pairs,
             regather=self.regather,

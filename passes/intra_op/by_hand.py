@@ -14,6 +14,7 @@ from passes.intra_op.mesh_memory import MeshMemory
 from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.offloading import restricted_to
 from passes.intra_op.restrictions import HandMade, Restriction
+from passes.limits import Limits
 from passes.solver import Answer, SolverOptions, solve
 
 _ROUGHLY = 1e-2
@@ -26,24 +27,22 @@ Expected bytes are the least that may be live, scaled by what the first answer's
 1.39 times the peaks of 247 hand-made plans, 0.87 at the median and 1.20 at most for 95 % of them, so that none that
 fits is left out; 1.25 would leave out 9 (`python -m benchmarks.expected_peaks`: nine models of the zoo in their least
 shapes, as they are and in 2 microbatches, by either compiler's model). Before a limit is refused, all that was left out
-is looked at: `MeshSearch.left_out`.
+is looked at: `MeshSearch.cheapest_left_out`.
 """
 
-Textbook = Callable[[Mesh], Iterable[HandMade]]
+HandMadePlans = Callable[[Mesh], Iterable[HandMade]]
 """A function from a mesh to the hand-made plans that are possible there."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ByHand:
-    """The answers that the plans of the `textbook` have on meshes, each solved once.
+    """The answers that hand-made `plans` have on meshes, each solved once.
 
-    `left_out` says whether some were not looked at, as they were not expected to fit. An answer that offloads no state
-    may need `allowed` bytes where that is more than a limit.
+    `left_out` says whether some were not looked at, as they were not expected to fit.
     """
 
-    textbook: Textbook
+    plans: HandMadePlans
     options: SolverOptions
-    allowed: float = -math.inf
     known: dict[tuple[Mesh, int], Answer | None] = field(default_factory=dict[tuple[Mesh, int], "Answer | None"])
     left_out: bool = False
 
@@ -61,7 +60,7 @@ class ByHand:
         Left out are answers that are expected to need `surely` times the limit, and those that hold more than the limit
         throughout the step. One of `cutoff` seconds or more need not be the best of its kind.
         """
-        for number, (restrict, regather) in enumerate(self.textbook(solved.assembly.mesh)):
+        for number, (restrict, regather) in enumerate(self.plans(solved.assembly.mesh)):
             is_twin = solved.assembly.regather
             base = solved if is_twin == regather else None if is_twin else problems.twin(solved)
             if base is None:
@@ -83,30 +82,30 @@ class ByHand:
         self,
         problems: MeshProblems,
         meshes: Sequence[Solved],
-        limit: float,
+        limits: Limits,
         cutoff: float,
         surely: float = SURELY,
-    ) -> tuple[Solved, Fitted] | None:
-        """The cheapest hand-made answer that needs at most `limit` bytes and takes less than `cutoff` seconds; None if
-        there is none.
+    ) -> Fitted | None:
+        """The cheapest hand-made answer that keeps the limits and takes less than `cutoff` seconds; None if there is
+        none. One that offloads state has to keep the limit of searched plans.
 
         Where one does not fit, what is live at its peak may show that others do not, either.
         """
-        best: tuple[Solved, Fitted] | None = None
-        allowed = max(limit, self.allowed)
+        best: Fitted | None = None
         for solved in meshes:
             if solved.answer.bound >= cutoff:
                 continue
-            for base, answer in self.answers(problems, solved, allowed, surely, cutoff):
+            for base, answer in self.answers(problems, solved, limits.by_hand, surely, cutoff):
                 if answer.objective >= cutoff:
                     continue
                 point = problems.peak(base, answer.choice)
-                if point.nbytes > allowed:
-                    answer = MeshMemory(problems=problems, solved=base, limit=limit).settled(answer)
+                if point.nbytes > limits.by_hand:
+                    answer = MeshMemory(problems=problems, solved=base, limit=limits.searched).settled(answer)
                     point = problems.peak(base, answer.choice)
-                fits = point.nbytes <= (limit if base.assembly.offloaded(answer.choice) else allowed)
+                limit = limits.searched if base.assembly.offloaded(answer.choice) else limits.by_hand
+                fits = point.nbytes <= limit
                 if fits and answer.objective < cutoff:
-                    best = base, Fitted(problem=base.assembly.problem, answer=answer, nbytes=point.nbytes)
+                    best = Fitted(solved=base, stated=base.assembly.problem, answer=answer, nbytes=point.nbytes)
                     cutoff = answer.objective
                 elif not fits:
                     problems.note_peak(base, answer.choice, point, by_hand=True)

@@ -15,7 +15,7 @@ import numpy as np
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
 from passes.intra_op.rearranging import rearranging_seconds
-from passes.intra_op.roofline import group_seconds, local_flops, times_made
+from passes.intra_op.roofline import computing_dtype, group_seconds, local_flops, times_made
 from passes.intra_op.stacks import copies
 from passes.ir import PHASES, Body, Control, Graph, Node, Phase, phase
 from passes.placement import Grouping, Layout, OperatorGroup, Placement
@@ -38,7 +38,7 @@ def operator_seconds(
 
     The groups of a graph that is `inside` a loop or branch run `weight` times a step.
     """
-    for when, operator_group, spent in _spent(graph, grouping, mesh, layout, inside):
+    for when, operator_group, spent in _spent(graph, grouping, mesh, layout, inside=inside):
         members = sorted(operator_group.members)
         heaviest = next((member for member in members if grouping.rules[member].is_product), members[0])
         yield when, graph.nodes[heaviest], weight * spent
@@ -98,6 +98,7 @@ def _spent(
     grouping: Grouping,
     mesh: Mesh,
     layout: Layout,
+    *,
     inside: bool,
     phases: Collection[Phase] = PHASES,
 ) -> Iterator[tuple[Phase, OperatorGroup, float]]:
@@ -147,7 +148,7 @@ class _PlacedGraph:
         if all(self.grouping.rules[member].is_layout for member in members):
             return rearranging  # a layout, as in `passes.intra_op.strategies`
         first = graph.nodes[members[0]]
-        dtype = next((graph.types[value].dtype for value in (*first.inputs, *first.outputs)), "float32")
+        dtype = computing_dtype(*([graph.types[value] for value in values] for values in (first.inputs, first.outputs)))
         work = np.array([flops, self._nbytes(operator_group, members), rearranging])
         return float(group_seconds(device, dtype, *work))
 

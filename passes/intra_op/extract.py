@@ -42,8 +42,7 @@ def extract_plan(
     reshardings = resharding_plan(graph, layout, resharder, regather=assembly.regather)
     compute = assembly.root.compute_seconds(choice)
     moving, moved = move_seconds(graph, reshardings, resharder)
-    donated = donated or (False,) * len(graph.inputs)
-    memory = peak(graph, grouping, mesh, layout, reshardings, assembly.state_pairs, donated)
+    memory = peak(graph, grouping, mesh, layout, reshardings, assembly.state_pairs, donations(graph, donated))
     return Plan(
         fingerprint=graph.fingerprint,
         cluster=mesh.cluster,
@@ -57,7 +56,7 @@ def extract_plan(
         output_types=tuple(graph.types[v] for v in graph.outputs),
         collectives=collectives_of(graph, reshardings, mesh),
         seconds={"compute": sum(compute.values()), **moving},
-        phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
+        phases=_added(compute, moved),
         computing={name: compute[name] for name in PHASES if name in compute},
         flops=model_flops(graph),
         nbytes={cause: size for cause, size in memory.nbytes.items() if size},
@@ -84,7 +83,7 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
     reshardings = resharding_plan(graph, layout, resharder, regather=plan.regather)
     sent = collectives_of(graph, reshardings, mesh)
-    memory = peak(graph, grouping, mesh, layout, reshardings, state_pairs, donated or (False,) * len(graph.inputs))
+    memory = peak(graph, grouping, mesh, layout, reshardings, state_pairs, donations(graph, donated))
     nbytes = {cause: size for cause, size in memory.nbytes.items() if size}
     host_nbytes = offloaded_nbytes(graph, layout, plan.offloaded, mesh)
     if elsewhere := away(host_nbytes):
@@ -103,12 +102,22 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
         plan,
         collectives=sent,
         seconds=seconds,
-        phases={name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute | moved},
+        phases=_added(compute, moved),
         nbytes=nbytes,
         memory=MemoryReport.of(memory).less(elsewhere),
         solution=solution,
         counted_for="",
     )
+
+
+def donations(graph: Graph, donated: Sequence[bool]) -> Sequence[bool]:
+    """Whether the memory of each input may be reused: `donated`, or that of none where nothing is said."""
+    return donated or (False,) * len(graph.inputs)
+
+
+def _added(compute: Mapping[Phase, float], moved: Mapping[Phase, float]) -> dict[str, float]:
+    """Seconds of computing and of reshardings together, by phase."""
+    return {name: compute.get(name, 0.0) + moved.get(name, 0.0) for name in PHASES if name in compute or name in moved}
 
 
 def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:

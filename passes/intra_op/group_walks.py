@@ -8,11 +8,12 @@ before other members.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Self
 
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice
+from passes.ir import TensorType
 from passes.rules import Assignment, ShardingRule, in_order
 from passes.sharding import ShardingSpec, placed
 
@@ -36,12 +37,22 @@ class SizelessRule:
     rule: ShardingRule
     grows: tuple[bool, ...]
 
+    @classmethod
+    def of(cls, rule: ShardingRule, reads: Sequence[TensorType], writes: Sequence[TensorType]) -> Self:
+        """The rule of an operator with operands and results of these types, without the sizes."""
+        factors = tuple(replace(factor, size=min(factor.size, 1)) for factor in rule.factors)
+        grows = ()
+        if any(factor.partial and not factor.size for factor in factors):
+            grows = tuple(writes[0].size > type.size for type in reads)
+        bare = replace(rule, factors=factors, flops=0.0, light=True, reason="", constrained=None, cut_by=None)
+        return cls(rule=bare, grows=grows)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
     """The part of an operator group that its strategy space depends on; positions are those of a `GroupSignature`.
 
-    `options` are the classes that an axis may cut. `forms`, `operands`, `makes` and `classes` have, for each member,
+    `options` are the classes that an axis may cut. `rules`, `operands`, `makes` and `classes` have, for each member,
     its rule, the place of each operand (None: none is needed), the values that it makes, and the class of each factor.
     Neighbours see the `visible` values; `absorbed` values are inputs that the group places itself; `summed` is the
     operand that may come in partial.
@@ -49,7 +60,7 @@ class Signature:
 
     axes: tuple[str, ...]
     options: tuple[int, ...]
-    forms: tuple[SizelessRule, ...]
+    rules: tuple[SizelessRule, ...]
     operands: tuple[tuple[Where | None, ...], ...]
     makes: tuple[tuple[int, ...], ...]
     visible: tuple[int, ...]
@@ -101,7 +112,7 @@ class _Member:
     pairs that may come in partial; `fresh` is the linear factor that takes values from outside partial.
     """
 
-    form: SizelessRule
+    sizeless: SizelessRule
     factors: dict[int, int]
     operands: tuple[tuple[int, Role, int], ...]
     makes: tuple[int, ...]
@@ -113,8 +124,8 @@ def _members(signature: Signature) -> list[_Member]:
     """The members of a signature, in order."""
     members: list[_Member] = []
     placed_values: set[int] = set()
-    for form, operands, results, classes in zip(
-        signature.forms, signature.operands, signature.makes, signature.classes, strict=True
+    for sizeless, operands, results, classes in zip(
+        signature.rules, signature.operands, signature.makes, signature.classes, strict=True
     ):
         inner_operands = [(o, where[1]) for o, where in enumerate(operands) if where and where[0] == "in"]
         settled = placed_values.issuperset(value for _, value in inner_operands)
@@ -127,22 +138,22 @@ def _members(signature: Signature) -> list[_Member]:
         placed_values.update(results)
         members.append(
             _Member(
-                form=form,
+                sizeless=sizeless,
                 factors={cls: classes.index(cls) for cls in classes if cls >= 0},
                 operands=tuple(roles),
                 makes=results,
-                may_be_partial=tuple(inner_operands) if settled and form.grows else (),
-                fresh=_fresh(form, operands, signature.summed),
+                may_be_partial=tuple(inner_operands) if settled and sizeless.grows else (),
+                fresh=_fresh(sizeless, operands, signature.summed),
             )
         )
     return members
 
 
-def _fresh(form: SizelessRule, operands: tuple[Where | None, ...], summed: int | None) -> int | None:
+def _fresh(sizeless: SizelessRule, operands: tuple[Where | None, ...], summed: int | None) -> int | None:
     """The first linear factor whose operands all come from outside the group, or that of the operand that may be
     `summed`.
     """
-    for factor, properties in enumerate(form.rule.factors):
+    for factor, properties in enumerate(sizeless.rule.factors):
         if summed is not None and [o for o in properties.partial if operands[o]] != [summed]:
             continue
         sources = {where[0] for o in properties.partial if (where := operands[o]) is not None}
@@ -210,7 +221,7 @@ class GroupWalks:
         ends: dict[int, frozenset[int]] = {}
         below: dict[int, list[int]] = {}
         for member, assignment in zip(reversed(self.members), reversed(walk.assignments), strict=True):
-            cut = self._cut(member.form, assignment)
+            cut = self._cut(member.sizeless, assignment)
             for value in member.makes:
                 if walk.home[value].partial:
                     end = [value] if value in inside or value in self.visible else []
@@ -240,7 +251,7 @@ class GroupWalks:
 
     def _step(self, position: int, member: _Member, assignment: Assignment, walk: GroupWalk) -> bool:
         """Whether the member can be placed under this assignment; if so, it has been added to the walk."""
-        cut, specs = self._cut(member.form, assignment), walk.home
+        cut, specs = self._cut(member.sizeless, assignment), walk.home
         walk.assignments.append(assignment)
         walk.cuts.append(cut.mask)
         for operand, role, value in member.operands:
@@ -260,10 +271,10 @@ class GroupWalks:
             specs[value] = spec
         return True
 
-    def _cut(self, form: SizelessRule, assignment: Assignment) -> _CutRule:
-        key = (id(form), assignment)
+    def _cut(self, sizeless: SizelessRule, assignment: Assignment) -> _CutRule:
+        key = (id(sizeless), assignment)
         if key not in self._cuts:
-            rule = form.rule
+            rule = sizeless.rule
             self._cuts[key] = _CutRule(
                 operands=tuple(rule.operand_spec(o, assignment) for o in range(len(rule.operands))),
                 results=tuple(rule.result_spec(r, assignment) for r in range(len(rule.results))),
@@ -277,8 +288,8 @@ class GroupWalks:
         An axis cuts the factor of the class that it is chosen for; without one, a linear member passes on partial
         operands.
         """
-        form, assignment = member.form, ()
-        if form.rule.once:
+        sizeless, assignment = member.sizeless, ()
+        if sizeless.rule.once:
             return tuple((axis, 0) for axis in self.signature.axes)
         for axis, cls in choice:
             factor = member.factors.get(cls)
@@ -286,19 +297,19 @@ class GroupWalks:
                 factor = self._linear(member, axis, cls, walk)
             if factor is None:
                 continue
-            extended = self._extend(form, assignment, axis, factor)
+            extended = self._extend(sizeless, assignment, axis, factor)
             if extended is not None:
                 assignment = extended
-            elif form.rule.factors[factor].size:
+            elif sizeless.rule.factors[factor].size:
                 return None
         return assignment
 
-    def _extend(self, form: SizelessRule, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
+    def _extend(self, sizeless: SizelessRule, assignment: Assignment, axis: str, factor: int) -> Assignment | None:
         """The assignment with one more axis; None where a result would be partial in two ways."""
-        key = (id(form), assignment, axis, factor)
+        key = (id(sizeless), assignment, axis, factor)
         if key not in self._extended:
             candidate = in_order((*assignment, (axis, factor)), self.signature.axes)
-            reductions = {form.rule.factors[f].reduction for _, f in candidate} - {""}
+            reductions = {sizeless.rule.factors[f].reduction for _, f in candidate} - {""}
             self._extended[key] = candidate if len(reductions) <= 1 else None
         return self._extended[key]
 
@@ -310,10 +321,10 @@ class GroupWalks:
         incoming = {o: spec for o, value in member.may_be_partial if axis in (spec := walk.at(value)).partial}
         if not incoming:
             return member.fresh if cls == PARTIAL else None
-        if all(member.form.grows[operand] for operand in incoming):
+        if all(member.sizeless.grows[operand] for operand in incoming):
             return None
         reductions = {spec.reduction for spec in incoming.values()}  # a scaled maximum of parts is no sum of them
-        for factor, properties in enumerate(member.form.rule.factors):
+        for factor, properties in enumerate(member.sizeless.rule.factors):
             passes_on = set(properties.partial).issuperset(incoming) and reductions == {properties.reduction}
             if not properties.size and properties.partial and passes_on:
                 return factor

@@ -16,7 +16,7 @@ from passes.intra_op.strategies import Table
 from passes.ir import Graph, TensorType
 from passes.placement import OperatorGroup
 from passes.sharding import Behind, Resharder
-from passes.solver import Edge, Floats, Indices, Memory
+from passes.solver import Cache, Edge, Floats, Indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Interface:
     kind: str
 
 
-class Common:
+class SharedTables:
     """The matrices, interfaces and placements that all problems on one mesh share, computed once per resharder.
 
     Tuples of placements are interned, so that the many equal ones of a model's layers are compared by identity.
@@ -77,7 +77,7 @@ class Common:
 
     def __init__(self, resharder: Resharder) -> None:
         self.resharder = resharder
-        self.memory = Memory()
+        self.cache = Cache()
         self._specs: dict[Specs, Specs] = {}
         self._full: dict[TensorType, Specs] = {}
         self._interfaces: dict[int, tuple[Table, Interface]] = {}

@@ -84,14 +84,14 @@ class _Live:
         """Adds the live values to the row; inputs of the `whole` program are live as long as it runs."""
         late = {v for v in self.readers if self._is_gradient(v)}
         for value, site in self.subproblem.sites.items():
-            if value not in late and value not in self.away and self._is_live(value, whole):
+            if value not in late and value not in self.away and self._is_live(value, whole=whole):
                 self._hold(site.node, value, site.specs)
-        for (number, value, fetched), group in self.assembly.groups.items():
+        for (number, value, again), group in self.assembly.groups.items():
             if number != self.subproblem.number or not (edges := self.assembly.problem.groups.get(group)):
                 continue
             if value in late:
-                self._hold_gradient(value, edges, whole)
-            elif self._is_copied(value, fetched):
+                self._hold_gradient(value, edges, whole=whole)
+            elif self._is_copied(value, again=again):
                 labels = dict.fromkeys(label for edge in edges for label in edge.labels)  # in an order of their own
                 self.copies[group] = {s: self._local(value, s) for s in labels if isinstance(s, ShardingSpec)}
 
@@ -111,7 +111,7 @@ class _Live:
         nbytes = np.array([nbytes_of.setdefault(spec, self._local(value, spec)) for spec in specs])
         self.nbytes[node] = self.nbytes[node] + nbytes if node in self.nbytes else nbytes
 
-    def _is_live(self, value: int, whole: bool) -> bool:
+    def _is_live(self, value: int, *, whole: bool) -> bool:
         """Whether a value is live at this node."""
         if value not in self.graph.producers and whole:
             return True
@@ -127,18 +127,21 @@ class _Live:
         readers = self.readers[value]
         return bool(readers) and all(phase(self.graph.nodes[r]) == "apply" for r in readers)
 
-    def _hold_gradient(self, value: int, edges: Sequence[Edge], whole: bool) -> None:
+    def _hold_gradient(self, value: int, edges: Sequence[Edge], *, whole: bool) -> None:
         """Adds a gradient in the placement in which its last reader needs it."""
-        if not self._is_live(value, whole):
+        if not self._is_live(value, whole=whole):
             return
         edge = edges[-1]
         sizes = np.array([self._local(value, s) if isinstance(s, ShardingSpec) else 0.0 for s in edge.labels])
         nbytes = sizes[edge.after]
         self.nbytes[edge.target] = self.nbytes[edge.target] + nbytes if edge.target in self.nbytes else nbytes
 
-    def _is_copied(self, value: int, fetched: bool) -> bool:
-        """Whether resharded copies of a value may be live here: between the first and the last reader of a copy."""
-        readers = [r for r in self.readers.get(value, ()) if not fetched or phase(self.graph.nodes[r]) == "backward"]
+    def _is_copied(self, value: int, *, again: bool) -> bool:
+        """Whether resharded copies of a value may be live here: between the first and the last reader of a copy.
+
+        Copies that are made `again` for the backward pass have the readers there.
+        """
+        readers = [r for r in self.readers.get(value, ()) if not again or phase(self.graph.nodes[r]) == "backward"]
         return bool(readers) and min(readers) <= self.point <= max(readers)
 
 

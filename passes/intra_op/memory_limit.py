@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.intra_op.memory_budgets import budget
 from passes.intra_op.mesh_memory import MeshMemory
+from passes.intra_op.mesh_problems import Solved
 from passes.solver import (
     Answer,
     Budget,
@@ -54,9 +55,12 @@ class InfeasibleRowError(OverBudgetError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """An answer that fits, the problem with the budgets that led to it, and the bytes of its peak."""
+    """An answer on a mesh, which was `solved` without a limit, that fits: the `stated` problem with the budgets that
+    led to it, and the bytes of its peak.
+    """
 
-    problem: ShardingProblem
+    solved: Solved
+    stated: ShardingProblem
     answer: Answer
     nbytes: float
 
@@ -83,7 +87,7 @@ def fit(memory: MeshMemory, options: SolverOptions, cutoff: float = math.inf) ->
     except OverBudgetError:  # nothing cheaper was found that keeps the limit, and this does
         pass
     problem = replace(memory.program, budgets=tuple(memory.budgets().values()))
-    return Fitted(problem=problem, answer=known, nbytes=memory.peak(known.choice).nbytes)
+    return Fitted(solved=memory.solved, stated=problem, answer=known, nbytes=memory.peak(known.choice).nbytes)
 
 
 def is_out_of_reach(memory: MeshMemory) -> bool:
@@ -108,7 +112,8 @@ def _by_rows(memory: MeshMemory, options: SolverOptions, cutoff: float) -> Fitte
     for _ in range(_ROUNDS):
         point = memory.peak(answer.choice)
         if point.nbytes <= limit:
-            fitted = Fitted(problem=problem, answer=answer, nbytes=memory.peak(stated.choice).nbytes)
+            nbytes = memory.peak(stated.choice).nbytes
+            fitted = Fitted(solved=memory.solved, stated=problem, answer=answer, nbytes=nbytes)
             return filled(fitted, memory, options, close=False)
         if answer.objective >= cutoff:  # further rows make it dearer
             raise NotCheaperError("what fits takes more time than another plan")
@@ -154,7 +159,7 @@ def filled(
     Answers of `cutoff` seconds or more are not looked for. Rows are raised by the unused part, and by half of it where
     that is too much. Without `close`, only relaxations are solved.
     """
-    program, raised, most, limit = fitted.problem, 1.0, math.inf, memory.limit
+    program, raised, most, limit = fitted.stated, 1.0, math.inf, memory.limit
     least = memory.solved.answer.bound
     for _ in range(_FILLINGS if program.budgets else 0):
         if fitted.nbytes > _FULL * limit or fitted.answer.objective <= (1 + LOOSE) * least:
@@ -170,7 +175,8 @@ def filled(
         if answer.objective >= best.objective:
             break
         if memory.peak(answer.choice).nbytes <= limit:
-            fitted, raised = Fitted(problem=problem, answer=answer, nbytes=memory.peak(stated.choice).nbytes), factor
+            nbytes, raised = memory.peak(stated.choice).nbytes, factor
+            fitted = replace(fitted, stated=problem, answer=answer, nbytes=nbytes)
         else:
             most = factor
     return fitted
@@ -212,8 +218,8 @@ def tightened(
     """
     start, limit = time.perf_counter(), memory.limit
     answer = replace(fitted.answer, bound=min(memory.solved.answer.bound, fitted.answer.objective))
-    whole = replace(fitted.problem, budgets=(replace(memory.problems.resident(memory.solved), limit=limit),))
-    bound, stated = answer.bound, fitted.problem
+    whole = replace(fitted.stated, budgets=(replace(memory.problems.resident(memory.solved), limit=limit),))
+    bound, stated = answer.bound, fitted.stated
     is_open = bound < enough or not stated.budgets
     if proof := _nearer(whole, answer, options, math.inf) if is_open else None:
         bound, proof = max(bound, proof.bound), memory.settled(proof)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from passes.intra_op.mesh_problems import MeshProblems, Point, Solved
+from passes.intra_op.mesh_problems import MeshProblems, Peak, Solved
 from passes.intra_op.offloading import away, buffers, offloaded_nbytes
 from passes.intra_op.peak_node import NodePath
 from passes.solver import Answer, Budget, ShardingProblem
@@ -29,7 +29,7 @@ class MeshMemory:
         excesses = self.problems.peak_nodes.items()
         return {at: replace(self.row(at), limit=excess * self.limit) for at, excess in excesses}
 
-    def peak(self, choice: Sequence[int]) -> Point:
+    def peak(self, choice: Sequence[int]) -> Peak:
         """The node where an answer needs most memory, and the bytes."""
         return self.problems.peak(self.solved, choice)
 

@@ -19,7 +19,7 @@ import numpy as np
 from passes.cluster import Mesh
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.build_problem import assemble
-from passes.intra_op.extract import extract_plan
+from passes.intra_op.extract import donations, extract_plan
 from passes.intra_op.memory_budgets import live, resident
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes, row_with_host, with_host, with_offloaded
 from passes.intra_op.peak_node import NodePath, peak_node
@@ -34,7 +34,7 @@ from passes.step import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Peak:
     """The node at which most bytes are live, and the bytes."""
 
     at: NodePath
@@ -97,24 +97,24 @@ class MeshProblems:
     grouping: Grouping = field(init=False)
     _twins: dict[Mesh, Solved | None] = field(default_factory=dict[Mesh, Solved | None], init=False)
     _rows: dict[object, Budget] = field(default_factory=dict[object, Budget], init=False)
-    _points: dict[object, Point] = field(default_factory=dict[object, Point], init=False)
+    _peaks: dict[object, Peak] = field(default_factory=dict[object, Peak], init=False)
 
     def __post_init__(self, offload: bool) -> None:
         start = time.perf_counter()
         self.grouping = group(self.step.graph)
-        self.idle = self._idle(offload)
+        self.idle = self._idle(offload=offload)
         self.phase_seconds = {"grouping": time.perf_counter() - start, "tables": 0.0, "build": 0.0, "solve": 0.0}
 
-    def offloading(self, offload: bool) -> MeshProblems:
-        """The same problems for plans that may offload state, or may not."""
+    def offloading(self, *, offload: bool) -> MeshProblems:
+        """The same problems for plans that may `offload` state, or may not."""
         other = copy(self)
-        other.idle = self._idle(offload)
+        other.idle = other._idle(offload=offload)
         other.peak_nodes, other.peak_nodes_by_hand = dict(self.peak_nodes), dict(self.peak_nodes_by_hand)
-        other.lowest, other._rows = None, {}  # points stay: without the host, strategies have the same numbers
+        other.lowest, other._rows = None, {}  # peaks stay: without the host, strategies have the same numbers
         other._twins = {mesh: twin and other.as_offloading(twin) for mesh, twin in self._twins.items()}
         return other
 
-    def _idle(self, offload: bool) -> tuple[int, ...]:
+    def _idle(self, *, offload: bool) -> tuple[int, ...]:
         """The inputs, by position, whose state may be in the host's memory between steps."""
         return idle_state(self.step.graph, self.step.state_pairs) if offload else ()
 
@@ -127,8 +127,8 @@ class MeshProblems:
     def _with_host(self, assembly: Assembly) -> Assembly:
         return with_host(assembly, self.idle) if self.idle else assembly
 
-    def assembled(self, mesh: Mesh, regather: bool) -> Assembly:
-        """The sharding problem on a mesh."""
+    def assembled(self, mesh: Mesh, *, regather: bool) -> Assembly:
+        """The sharding problem on a mesh; with `regather`, weights are gathered at every use."""
         began = time.perf_counter()
         step, resharder = self.step, self._resharder(mesh)
         assembly = assemble(step.graph, mesh, self.grouping, resharder, step.state_pairs, regather=regather)
@@ -154,7 +154,7 @@ class MeshProblems:
             self._twins[mesh] = Solved(assembly=assembly, answer=answer) if is_other else None
         return self._twins[mesh]
 
-    def forms(self, solved: Solved) -> list[Solved] | None:
+    def with_twin(self, solved: Solved) -> list[Solved] | None:
         """A mesh's problem and, if it differs, its twin; None where the twin has not been built yet."""
         mesh = solved.assembly.mesh
         if solved.assembly.regather or any(twin is None for twin in self._twins.values()):
@@ -197,30 +197,30 @@ class MeshProblems:
         """The fewest bytes that answers on a mesh are expected to need, scaled as the first answer's peak was."""
         return self.scale * self.least_nbytes(solved, restricted)
 
-    def _excess(self, solved: Solved, choice: Sequence[int], point: Point) -> float:
+    def _excess(self, solved: Solved, choice: Sequence[int], point: Peak) -> float:
         """The factor, at least 1, by which the row at the peak of an answer overestimates."""
         return max(1.0, solved.assembly.problem.usage(self.row(solved, point.at), choice) / max(point.nbytes, 1.0))
 
-    def peak(self, solved: Solved, choice: Sequence[int]) -> Point:
+    def peak(self, solved: Solved, choice: Sequence[int]) -> Peak:
         """The node where the plan of an answer needs most memory, and the bytes."""
         key = solved.key, tuple(choice)
-        if key not in self._points:
-            self._points[key] = self._peak(solved, choice)
-        point = self._points[key]
+        if key not in self._peaks:
+            self._peaks[key] = self._peak(solved, choice)
+        point = self._peaks[key]
         if point.nbytes < self.lowest_nbytes:
             self.lowest = Lowest(nbytes=point.nbytes, solved=solved, choice=tuple(choice))
         return point
 
-    def _peak(self, solved: Solved, choice: Sequence[int]) -> Point:
+    def _peak(self, solved: Solved, choice: Sequence[int]) -> Peak:
         graph, grouping, mesh = self.step.graph, self.grouping, solved.assembly.mesh
         layout = solved.assembly.layout(choice)
         if offloaded := solved.assembly.offloaded(choice):
             point = self.peak(solved, solved.assembly.placements_of(choice))
             return replace(point, nbytes=point.nbytes - away(offloaded_nbytes(graph, layout, offloaded, mesh)))
         reshardings = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.assembly.regather)
-        donated = self.step.donated or (False,) * len(graph.inputs)
+        donated = donations(graph, self.step.donated)
         memory = peak(graph, grouping, mesh, layout, reshardings, self.step.state_pairs, donated)
-        return Point(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes)
+        return Peak(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes)
 
     def look(self, solved: Solved, limit: float) -> None:
         """Notes the peak node of an answer that exceeds the limit, if none has been looked at yet."""
@@ -229,7 +229,7 @@ class MeshProblems:
             used = solved.assembly.problem.usage(self.row(solved, point.at), solved.answer.choice)
             self.scale = max(1.0, point.nbytes / max(used, 1.0))
 
-    def note_peak(self, solved: Solved, choice: Sequence[int], point: Point, *, by_hand: bool = False) -> None:
+    def note_peak(self, solved: Solved, choice: Sequence[int], point: Peak, *, by_hand: bool = False) -> None:
         """Notes the peak node of an answer that exceeds the limit, unless it is known."""
         known = (*self.peak_nodes, *self.peak_nodes_by_hand) if by_hand else self.peak_nodes
         if point.at not in known:

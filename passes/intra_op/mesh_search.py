@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError
-from passes.intra_op.by_hand import ByHand, Textbook
+from passes.intra_op.by_hand import ByHand, HandMadePlans
 from passes.intra_op.memory_limit import (
     LOOSE,
     Fitted,
@@ -25,13 +25,11 @@ from passes.intra_op.mesh_memory import MeshMemory
 from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.meshes import allowed
 from passes.intra_op.proving import Goal, better, proven, run
-from passes.intra_op.restrictions import Restriction
 from passes.ir import Graph
+from passes.limits import Limits
 from passes.plan import INTERRUPTED, Alternative, Plan
 from passes.progress import Progress, SearchContext
-from passes.sharding import Resharder
 from passes.solver import Answer, NotCheaperError, Search, SolverOptions
-from passes.step import Step
 from passes.text import quantities
 
 _ROUGH = 0.1
@@ -47,34 +45,26 @@ benchmarks.settings --only intra_op.mesh_search`).
 """
 
 
-def best(
+def cheapest_plan(
     planner: str,
-    step: Step,
+    problems: MeshProblems,
     meshes: Sequence[Mesh],
     options: SolverOptions,
-    restrict: Restriction | None = None,
+    *,
     regather: bool = False,
-    resharders: dict[Mesh, Resharder] | None = None,
     most_nbytes: float = math.inf,
 ) -> Plan:
     """The cheapest plan of a step over the meshes that needs at most `most_nbytes` on a device, as one of this planner.
 
-    `resharders` cache the seconds of reshardings by mesh. Raises OverBudgetError where no plan is found.
+    With `regather`, weights are gathered at every use. Raises OverBudgetError where no plan is found.
     """
-    problems = MeshProblems(step=step, restrict=restrict, resharders={} if resharders is None else resharders)
-    search = MeshSearch(
-        planner=planner,
-        problems=problems,
-        options=options,
-        regather=regather,
-        has_twins=False,
-        most_nbytes=most_nbytes,
-    )
+    search = MeshSearch(planner=planner, problems=problems, options=options, regather=regather, most_nbytes=most_nbytes)
     search.over(meshes)
     if math.isinf(most_nbytes):
         return search.cheapest
-    search.cheapest_within(most_nbytes)
-    return search.closer(most_nbytes) or search.lowest()
+    limits = Limits.equal(most_nbytes)
+    search.cheapest_within(limits)
+    return search.closer(limits) or search.lowest()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,26 +72,24 @@ class MeshSearch:
     """The search over meshes for a program: the sharding problems that were `solved`, cheapest first.
 
     Where plans of at most `most_nbytes` are wanted, meshes seen to have none are `infeasible`, and others are solved
-    roughly until the best plan, `within`, is brought nearer to the optimum. With `has_twins`, weights may be gathered
-    at every use. No plan is worse than the hand-made ones of the `textbook`, which may need `allowed` bytes.
+    roughly until the best plan, `within`, is brought nearer to the optimum. `regather` says whether weights are
+    gathered at every use; None leaves the choice to the search. No plan is worse than those of `hand_made`.
     """
 
     planner: str
     problems: MeshProblems
     options: SolverOptions
-    textbook: Textbook = lambda mesh: ()
-    regather: bool = False
-    has_twins: bool = True
+    hand_made: InitVar[HandMadePlans] = lambda mesh: ()
+    regather: bool | None = None
     most_nbytes: float = math.inf
-    allowed: float = -math.inf
     context: SearchContext = field(default_factory=SearchContext)
     solved: list[Solved] = field(default_factory=list[Solved])
     infeasible: list[Solved] = field(default_factory=list[Solved])
-    within: tuple[Solved, Fitted] | None = None
+    within: Fitted | None = None
     by_hand: ByHand = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.by_hand = ByHand(textbook=self.textbook, options=self.options, allowed=self.allowed)
+    def __post_init__(self, hand_made: HandMadePlans) -> None:
+        self.by_hand = ByHand(plans=hand_made, options=self.options)
 
     def over(self, meshes: Sequence[Mesh]) -> None:
         """Solves the program on each mesh, whatever memory that needs, but for meshes without a plan of
@@ -130,7 +118,7 @@ class MeshSearch:
             if solved.answer.status == "optimal" or solved.answer.bound >= least or self.context.is_interrupted:
                 continue
             with self.context.ending_early():
-                self.tell(f"solve {solved.assembly.mesh}", place, len(all_solved), solved.answer)
+                self.report(f"solve {solved.assembly.mesh}", place, len(all_solved), solved.answer)
                 answer = run(self.problems, solved, self._rough, least, close=True)
                 all_solved[place] = replace(solved, answer=better(answer, solved.answer))
         for place, solved in enumerate(list(all_solved)):
@@ -163,27 +151,27 @@ class MeshSearch:
     def again(self, context: SearchContext, *, offload: bool) -> MeshSearch:
         """The same search with its solved problems, for plans that offload state or do not. No mesh was infeasible."""
         other = copy(self)
-        other.context, other.problems, other.within = context, self.problems.offloading(offload), None
+        other.context, other.problems, other.within = context, self.problems.offloading(offload=offload), None
         other.solved = list(map(other.problems.as_offloading, self.solved))
         other.by_hand = replace(self.by_hand, left_out=False)  # its answers offload nothing
         return other
 
-    def cheapest_within(self, limit: float, worth: float = 1.0) -> Plan | None:
-        """The cheapest plan that needs at most `limit` bytes on a device; None if it takes the cutoff or more.
+    def cheapest_within(self, limits: Limits, worth: float = 1.0) -> Plan | None:
+        """The cheapest plan that keeps the limits; None if it takes the cutoff or more.
 
         It is near the optimum; `closer` brings it nearer. Once there is a plan, meshes are tried until the deadline, if
         they may be faster by the factor `worth`; hand-made plans are tried anyway. Raises OverBudgetError where no plan
         is found.
         """
-        context = self.context
+        context, limit = self.context, limits.searched
         self.problems.look(self.solved[0], limit)
-        cheapest: tuple[Solved, Fitted] | None = None
+        cheapest: Fitted | None = None
         if _is_open(self.solved[0].answer, self._rough.gap) or not self.fits(limit):
-            cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.infeasible], limit, context.cutoff)
+            cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.infeasible], limits, context.cutoff)
         exists_dearer = False
         with context.ending_early():
             for number, solved in enumerate(self.solved):
-                if solved.answer.bound >= (cheapest[1].answer.objective if cheapest else context.cutoff) / worth:
+                if solved.answer.bound >= (cheapest.answer.objective if cheapest else context.cutoff) / worth:
                     exists_dearer = exists_dearer or cheapest is None
                     continue
                 if cheapest is not None and context.deadline.is_over():
@@ -199,35 +187,33 @@ class MeshSearch:
             if exists_dearer:
                 return None
             raise OverBudgetError("no placements keep the memory limit")
-        self.within, (solved, fitted) = cheapest, cheapest
-        answer = replace(fitted.answer, bound=min(solved.answer.bound, fitted.answer.objective), status="near optimal")
-        return self._extract_plan(solved, answer)
+        self.within, solved = cheapest, cheapest.solved
+        bound = min(solved.answer.bound, cheapest.answer.objective)
+        return self._extract_plan(solved, replace(cheapest.answer, bound=bound, status="near optimal"))
 
-    def closer(self, limit: float, cutoff: float = math.inf, enough: float = math.inf) -> Plan | None:
+    def closer(self, limits: Limits, cutoff: float = math.inf, enough: float = math.inf) -> Plan | None:
         """The plan of `cheapest_within` brought nearer to the optimum, with a proven bound; None if there was none."""
         if self.within is None:
             return None
-        goal = Goal(limit=limit, allowed=self.allowed, cutoff=cutoff, enough=enough)
+        goal = Goal(limits=limits, cutoff=cutoff, enough=enough)
         return self._extract_plan(*proven(self.problems, self.solved, self.within, goal, self.options))
 
     def fits(self, limit: float) -> bool:
         """Whether the cheapest plan of all needs at most `limit` bytes on a device."""
         return self.problems.peak(self.solved[0], self.solved[0].answer.choice).nbytes <= limit
 
-    def left_out(self, limit: float) -> Plan | None:
-        """The cheapest plan within the limit of the hand-made ones that were not expected to fit; None if none does."""
+    def cheapest_left_out(self, limits: Limits) -> Plan | None:
+        """The cheapest plan that fits of the hand-made ones that were not expected to; None if none does."""
         meshes = [*self.solved, *self.infeasible] if self.by_hand.left_out else []
-        self.within = self.by_hand.fitting(self.problems, meshes, limit, self.context.cutoff, surely=math.inf)
-        return self.closer(limit)
+        self.within = self.by_hand.fitting(self.problems, meshes, limits, self.context.cutoff, surely=math.inf)
+        return self.closer(limits)
 
-    def _fitted(
-        self, solved: Solved, number: int, cheapest: tuple[Solved, Fitted] | None, limit: float
-    ) -> tuple[Solved, Fitted] | None:
+    def _fitted(self, solved: Solved, number: int, cheapest: Fitted | None, limit: float) -> Fitted | None:
         """The cheapest answer on mesh number `number` that fits and is better than the `cheapest`; None if there is
         none.
         """
-        best = cheapest[1].answer if cheapest else None
-        self.tell(f"fit {solved.assembly.mesh} within memory", number, len(self.solved), best)
+        best = cheapest.answer if cheapest else None
+        self.report(f"fit {solved.assembly.mesh} within memory", number, len(self.solved), best)
         most = best.objective if best else self.context.cutoff
         twins = _twins(self, _begun(self.problems, solved, self._rough, limit, most), number)
         return _fitted(self.problems, twins, limit, self.options, most)
@@ -243,20 +229,20 @@ class MeshSearch:
         answer = self.problems.least_memory()
         return self._extract_plan(*answer) if answer else self.cheapest
 
-    def tell(self, what: str, done: int, total: int, best: Answer | None = None) -> None:
+    def report(self, phase: str, done: int, total: int, best: Answer | None = None) -> None:
         """Reports how far the search is."""
-        self.context.report(Progress(phase=what, done=done, total=total, best_seconds=best and best.objective))
+        self.context.report(Progress(phase=phase, done=done, total=total, best_seconds=best and best.objective))
 
     def _tabulated(self, mesh: Mesh, done: int, total: int) -> Solved:
         """The problem of a mesh and an answer to it; `done` of `total` meshes came before."""
         best = min((solved.answer for solved in self.solved), key=lambda answer: answer.objective, default=None)
-        self.tell(f"tabulate {mesh}", done, total, best)
-        assembly = self.problems.assembled(mesh, self.regather)
+        self.report(f"tabulate {mesh}", done, total, best)
+        assembly = self.problems.assembled(mesh, regather=bool(self.regather))
         solved = Solved.unsolved(assembly)
         if self.most_nbytes < math.inf and self.problems.least_nbytes(solved) > self.most_nbytes:
             self.infeasible.append(solved)
             raise InfeasibleRowError(f"no combination of strategies keeps the memory limit on {mesh}")
-        self.tell(f"solve {mesh}", done, total, best)
+        self.report(f"solve {mesh}", done, total, best)
         solved = replace(solved, search=Search(assembly.problem, self._rough))
         cutoff = min(self.context.cutoff, best.objective if best else math.inf)
         solved = replace(solved, answer=run(self.problems, solved, self._rough, cutoff, close=total == 1))
@@ -309,12 +295,12 @@ def _beside(answer: Answer, others: Sequence[Answer], gap: float, least: float |
 
 def _fitted(
     problems: MeshProblems, twins: Iterator[Solved], limit: float, options: SolverOptions, cutoff: float
-) -> tuple[Solved, Fitted] | None:
+) -> Fitted | None:
     """The cheapest answer on one mesh that fits; None where none was found.
 
     Raises InfeasibleRowError if no answer can fit, and NotCheaperError if those that fit take `cutoff` seconds or more.
     """
-    best: tuple[Solved, Fitted] | None = None
+    best: Fitted | None = None
     not_cheaper: NotCheaperError | None = None
     for solved in twins:
         memory = MeshMemory(problems=problems, solved=solved, limit=limit)
@@ -328,7 +314,7 @@ def _fitted(
         except OverBudgetError:
             continue
         if fitted.answer.objective < cutoff:
-            best, cutoff = (solved, fitted), fitted.answer.objective
+            best, cutoff = fitted, fitted.answer.objective
         if fitted.answer.objective <= (1 + LOOSE) * solved.answer.bound:
             break
     if best is None and not_cheaper is not None:
@@ -339,8 +325,8 @@ def _fitted(
 def _twins(search: MeshSearch, solved: Solved, number: int) -> Iterator[Solved]:
     """A mesh's problem, then its twin with weights gathered at every use, which takes no less time."""
     yield solved
-    if search.has_twins and not solved.assembly.regather:
-        search.tell(f"tabulate {solved.assembly.mesh}", number, len(search.solved))
+    if search.regather is None and not solved.assembly.regather:
+        search.report(f"tabulate {solved.assembly.mesh}", number, len(search.solved))
         if (twin := search.problems.twin(solved)) is not None:
             yield twin
 

@@ -7,6 +7,7 @@ said in a row. What a compiler makes of the same plan is in `passes.memory`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from passes.cluster import Mesh
 from passes.ir import Graph
@@ -47,7 +48,7 @@ def _peak_node(
             inside, paths[index] = _inside(grouping, index, mesh, placement, reshardings)
             change[index] += inside
             change[index + 1] -= inside
-    live = _running(change)
+    live = list(accumulate(change))
     at = min(max(range(len(live)), key=live.__getitem__), len(graph.nodes) - 1)
     return max(live), paths.get(at, ((at, -1),))
 
@@ -69,15 +70,6 @@ def _inside(
     return nbytes, ((index, largest), *path)
 
 
-def _running(change: Sequence[int]) -> list[int]:
-    totals: list[int] = []
-    total = 0
-    for step in change:
-        total += step
-        totals.append(total)
-    return totals
-
-
 def _last_use(graph: Graph, grouping: Grouping) -> Mapping[int, int]:
     """The last node that reads each value, aliases included."""
     last: dict[int, int] = {}
@@ -88,6 +80,7 @@ def _last_use(graph: Graph, grouping: Grouping) -> Mapping[int, int]:
 
 
 def _materialised(graph: Graph, grouping: Grouping, value: int) -> bool:
+    """Whether a value is written to memory: a loop or branch makes it, or it is read outside of its operator group."""
     home = grouping.home.get(value)
     if graph.producers.get(value) in grouping.controls:
         return True
@@ -96,6 +89,7 @@ def _materialised(graph: Graph, grouping: Grouping, value: int) -> bool:
 
 
 def _last_reader(graph: Graph, placements: Sequence[Placement], move: Resharding, index: int) -> int:
+    """The last node that reads what a value is brought to before node `index`."""
     last = index
     for reader in graph.consumers.get(move.value, ()):
         node = graph.nodes[reader]

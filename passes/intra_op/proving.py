@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from passes.intra_op.memory_limit import LOOSE, Fitted, filled, seconds_within, tightened
 from passes.intra_op.mesh_memory import MeshMemory
 from passes.intra_op.mesh_problems import MeshProblems, Solved
+from passes.limits import Limits
 from passes.solver import Answer, Search, SolverOptions
 
 _FAR = 0.1
@@ -18,14 +19,11 @@ the search itself, and leaves most of such a gap.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """The memory limit in bytes, the bytes `allowed` for answers known without a search, and when to stop.
-
-    No answer of `cutoff` seconds or more is looked for. Once all are proven to take at least `enough` seconds, no more
-    is proven.
+    """The memory limits, and when to stop: no answer of `cutoff` seconds or more is looked for; once all are proven to
+    take at least `enough` seconds, no more is proven.
     """
 
-    limit: float
-    allowed: float
+    limits: Limits
     cutoff: float
     enough: float
 
@@ -50,7 +48,7 @@ def better(answer: Answer, known: Answer) -> Answer:
 def proven(
     problems: MeshProblems,
     meshes: Sequence[Solved],
-    best: tuple[Solved, Fitted],
+    fitted: Fitted,
     goal: Goal,
     options: SolverOptions,
 ) -> tuple[Solved, Answer, float]:
@@ -59,35 +57,35 @@ def proven(
     The other problems are those of other meshes, and the twin of the same one. Their bounds need not exceed the bound
     of the best or `enough`; where the best is far from its bound, only their relaxations are solved.
     """
-    (chosen, fitted), cutoff, enough = best, goal.cutoff, goal.enough
-    limit = goal.limit if problems.peak(chosen, fitted.answer.choice).nbytes <= goal.limit else goal.allowed
-    if not fitted.problem.budgets and problems.peak(chosen, chosen.answer.choice).nbytes <= limit:
-        chosen, fitted = _unlimited(problems, chosen, fitted, limit, options)
+    chosen, limits, cutoff, enough = fitted.solved, goal.limits, goal.cutoff, goal.enough
+    keeps_limit = problems.peak(chosen, fitted.answer.choice).nbytes <= limits.searched
+    limit = limits.searched if keeps_limit else limits.by_hand
+    if not fitted.stated.budgets and problems.peak(chosen, chosen.answer.choice).nbytes <= limit:
+        fitted = _unlimited(problems, fitted, limit, options)
+        chosen = fitted.solved
     memory, least = MeshMemory(problems=problems, solved=chosen, limit=limit), enough
     fitted = filled(fitted, memory, replace(options, gap=max(options.gap, LOOSE)), cutoff)
     answer = tightened(fitted, memory, options, cutoff, enough)
     for solved in meshes:
         most = min(answer.bound, enough)
-        forms = problems.forms(solved) if solved.answer.bound < most else []
-        if forms is None:
+        both = problems.with_twin(solved) if solved.answer.bound < most else []
+        if both is None:
             least = min(least, solved.answer.bound)
-        for form in (form for form in forms or () if form.assembly is not chosen.assembly):
-            resident, is_near = problems.resident(form), answer.is_within(_FAR)
-            kept = seconds_within(form.assembly.problem, resident, limit, options, most, close=is_near)
+        for other in (other for other in both or () if other.assembly is not chosen.assembly):
+            resident, is_near = problems.resident(other), answer.is_within(_FAR)
+            kept = seconds_within(other.assembly.problem, resident, limit, options, most, close=is_near)
             least = min(least, max(solved.answer.bound, kept))
     return chosen, answer, least
 
 
-def _unlimited(
-    problems: MeshProblems, solved: Solved, fitted: Fitted, limit: float, options: SolverOptions
-) -> tuple[Solved, Fitted]:
-    """A mesh whose cheapest answer of all keeps the limit: solved without budgets to the gap of the options.
+def _unlimited(problems: MeshProblems, fitted: Fitted, limit: float, options: SolverOptions) -> Fitted:
+    """The answer on a mesh whose cheapest of all keeps the limit: solved without budgets to the gap of the options.
 
     Without budgets, strategies that others replace at no cost are left out: DPO of three blocks has a third as many.
     """
-    answer = run(problems, replace(solved, search=None), options, fitted.answer.objective, close=True)
-    solved = replace(solved, answer=better(answer, solved.answer))
+    answer = run(problems, replace(fitted.solved, search=None), options, fitted.answer.objective, close=True)
+    solved = replace(fitted.solved, answer=better(answer, fitted.solved.answer))
     nbytes = problems.peak(solved, solved.answer.choice).nbytes
     if nbytes > limit or solved.answer.objective >= fitted.answer.objective:
-        return solved, fitted
-    return solved, replace(fitted, answer=solved.answer, nbytes=nbytes)
+        return replace(fitted, solved=solved)
+    return replace(fitted, solved=solved, answer=solved.answer, nbytes=nbytes)

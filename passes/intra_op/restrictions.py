@@ -1,7 +1,7 @@
-"""Restrictions to textbook plans: strategies of a sharding problem that such plans do not have are ruled out, and the
+"""Restrictions to hand-made plans: strategies of a sharding problem that such plans do not have are ruled out, and the
 rest is solved.
 
-The name of a textbook plan says little about its optimizer, its embedding or its loss. Solving what it leaves open
+The name of a hand-made plan says little about its optimizer, its embedding or its loss. Solving what it leaves open
 gives the best plan of its kind, and one that is priced as every other plan is.
 """
 
@@ -179,6 +179,7 @@ def megatron(
     assembly: Assembly,
     data: str = "data",
     tensor: str = "tensor",
+    *,
     batch: Sequence[int] | None = None,
     is_state_cut: bool = False,
     rows: Mapping[int, int] = MappingProxyType({}),
@@ -279,7 +280,7 @@ class HandMade(NamedTuple):
     regather: bool = False
 
 
-def textbook(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[HandMade]:
+def hand_made_plans(mesh: Mesh, batch: Sequence[int] | None = None) -> Iterator[HandMade]:
     """The hand-made plans that are possible on a mesh, whatever its axes are called."""
     if len(mesh.axes) == 1:
         yield HandMade(partial(data_parallel, batch=batch))

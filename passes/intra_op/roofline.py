@@ -72,6 +72,11 @@ def computed_flops(rule: ShardingRule, device: DeviceSpec) -> float:
     return rule.flops if is_tpu(device) else rule.flops * rule.groups
 
 
+def computing_dtype(reads: Sequence[TensorType], writes: Sequence[TensorType]) -> str:
+    """The dtype in which an operator computes: that of its first operand or, if it has none, of its result."""
+    return next((type.dtype for type in (*reads, *writes)), "float32")
+
+
 def pieces(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> dict[int, int]:
     """Factor -> the number of pieces that an assignment cuts it into, for factors on a dimension."""
     parts = dict[int, int]()

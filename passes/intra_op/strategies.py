@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,14 @@ from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice
 from passes.intra_op.group_walks import Signature, SizelessRule, Where
 from passes.intra_op.rearranging import is_ordered, rearranging_seconds
-from passes.intra_op.roofline import computed_flops, group_seconds, has_own_rate, local_flops, times_made
+from passes.intra_op.roofline import (
+    computed_flops,
+    computing_dtype,
+    group_seconds,
+    has_own_rate,
+    local_flops,
+    times_made,
+)
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
 from passes.intra_op.sums_in_products import summed_operand
 from passes.ir import Graph, TensorType
@@ -109,7 +116,7 @@ class Tabulator:
         self.mesh = resharder.mesh
         self._numbers: dict[Operator, int] = {}
         self._operators: list[Operator] = []
-        self._forms: list[SizelessRule] = []
+        self._sizeless: list[SizelessRule] = []
         self._known: dict[GroupSignature, Table] = {}
         parts = [math.prod(map(self.mesh.axis_size, axes)) for axes in subsets(self.mesh.axes)]
         self._parts: Indices = np.array(parts, dtype=np.intp)
@@ -147,7 +154,7 @@ class Tabulator:
                 axes=self.mesh.axes,
                 options=(*signature.options, PARTIAL) if may_be_partial else signature.options,
                 summed=signature.summed,
-                forms=tuple([self._forms[number] for number in signature.operators]),
+                rules=tuple([self._sizeless[number] for number in signature.operators]),
                 operands=signature.operands,
                 makes=signature.makes,
                 visible=signature.visible,
@@ -171,17 +178,8 @@ class Tabulator:
         if operator not in self._numbers:
             self._numbers[operator] = len(self._operators)
             self._operators.append(operator)
-            self._forms.append(self._form(operator))
+            self._sizeless.append(SizelessRule.of(operator.rule, operator.reads, operator.writes))
         return self._numbers[operator]
-
-    def _form(self, operator: Operator) -> SizelessRule:
-        rule = operator.rule
-        factors = tuple(replace(factor, size=min(factor.size, 1)) for factor in rule.factors)
-        grows = ()
-        if any(factor.partial and not factor.size for factor in factors):
-            grows = tuple(operator.writes[0].size > type.size for type in operator.reads)
-        bare = replace(rule, factors=factors, flops=0.0, light=True, reason="", constrained=None, cut_by=None)
-        return SizelessRule(rule=bare, grows=grows)
 
     def _unmet(self, signature: GroupSignature, source: str) -> str:
         """The reason why no strategy is legal: the first constraint of the user's that this mesh cannot meet."""
@@ -273,8 +271,9 @@ class _Pricing:
         rearranging = self._rearranging_seconds()
         if all(member.rule.is_layout for member in self.members):
             return rearranging
-        device = self.tabulator.mesh.cluster.group().device
-        return group_seconds(device, self._dtype(), self._flops(), self._nbytes(), rearranging)
+        device, first = self.tabulator.mesh.cluster.group().device, self.members[0]
+        dtype = computing_dtype(first.reads, first.writes)
+        return group_seconds(device, dtype, self._flops(), self._nbytes(), rearranging)
 
     def _rearranging_seconds(self) -> Floats:
         mesh, total = self.tabulator.mesh, np.zeros(len(self.space.axis_choices))
@@ -291,10 +290,6 @@ class _Pricing:
         assignments = [assignments[position] for assignments in self.space.assignments]
         numbers = {assignment: number_of(assignment) for assignment in set(assignments)}
         return [numbers[assignment] for assignment in assignments]
-
-    def _dtype(self) -> str:
-        """The dtype in which the first member computes: that of its first operand or, if it has none, of its result."""
-        return next((type.dtype for type in (*self.members[0].reads, *self.members[0].writes)), "float32")
 
     def _flops(self) -> Floats:
         mesh = self.tabulator.mesh

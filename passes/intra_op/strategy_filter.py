@@ -74,6 +74,7 @@ class _Restriction:
             self.seconds[node] = np.where(few, self.seconds[node], np.inf)
 
     def of_operator_groups(self, subproblem: Subproblem) -> None:
+        """Rules out strategies of the operator groups of a subproblem."""
         values_at: dict[int, list[tuple[Value, Sequence[ShardingSpec]]]] = defaultdict(list)
         for value, site in subproblem.sites.items():
             values_at[site.node].append(((subproblem.number, value), site.specs))
@@ -94,6 +95,7 @@ class _Restriction:
             self.keep(node, fitting if any(fitting) else legal, nbytes)
 
     def of_ports(self, subproblem: Subproblem) -> None:
+        """Rules out placements of the ports of its loops and branches."""
         for join in subproblem.control_joins.values():
             for body, inner in zip(join.control.bodies, join.bodies, strict=True):
                 for value, port in zip(body.graph.inputs, body.inputs, strict=True):

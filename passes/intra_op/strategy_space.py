@@ -82,8 +82,9 @@ class _Columns:
         self._codes: dict[ShardingSpec, int] = {}
 
     def gathered(self, walks: list[GroupWalk]) -> StrategySpace:
+        """The strategy space whose strategies are these walks, in order."""
         signature = self.signature
-        sparse = [operand in signature.forms[position].rule.sparse for position, operand in self.reads]
+        sparse = [operand in signature.rules[position].rule.sparse for position, operand in self.reads]
         pieces, interface = list[list[int]](), list[list[int]]()
         for walk in walks:
             # Of a sparse operand as many elements are read as the result has.
@@ -120,7 +121,7 @@ class _Columns:
         for index, walk in enumerate(walks):
             for position, assignment in enumerate(walk.assignments):
                 for axis, factor in assignment:
-                    if self.signature.forms[position].rule.factors[factor].size:
+                    if self.signature.rules[position].rule.factors[factor].size:
                         rows.setdefault((position, factor), [0] * len(walks))[index] |= bits[axis]
         return tuple(rows), np.array(list(rows.values()), dtype=np.intp).reshape(len(rows), len(walks))
 

@@ -1,6 +1,4 @@
-"""The variants of a step that were planned: the best plan so far, what may fit the memory limit, and what is worth
-trying.
-"""
+"""The trials of a step's variants: the best plan so far, what may fit the memory limit, and what is worth trying."""
 
 from __future__ import annotations
 
@@ -10,17 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from passes.errors import OverBudgetError
 from passes.intra_op.by_hand import SURELY
-from passes.intra_op.forms import computes_more
 from passes.intra_op.incumbent import GOOD_ENOUGH, Incumbent
 from passes.intra_op.mesh_search import MeshSearch
 from passes.intra_op.offloading import idle_state
+from passes.intra_op.unfit_trials import Trial, UnfitTrials
+from passes.intra_op.variant_order import computes_more
+from passes.limits import Limits
 from passes.plan import Alternative, Plan
 from passes.progress import SearchContext
 from passes.step import Step, Variant
 from passes.text import quantities
-
-_LOW_MEMORY = 4
-"""The number of variants of least memory that are kept, to be planned for even less of it where none fits."""
 
 MOST_OPERATORS = 50_000
 """Once a variant fits, others are planned while all of them on all meshes have fewer operators than this.
@@ -29,55 +26,24 @@ That is all variants of a small step and a few of a GPT of 24 layers: about a mi
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trial:
-    """A variant that was planned: its search over meshes, and the seconds of its plan if that fits, else infinity."""
-
-    variant: Variant
-    search: MeshSearch
-    seconds: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedBytes:
-    """The least bytes of a device that variants are expected to need, from the same variants in other numbers of
-    microbatches.
-
-    Fewer microbatches need at least as much; twice as many need half as much or more.
-    """
-
-    _by_count: dict[Variant, dict[int, float]] = field(default_factory=dict[Variant, "dict[int, float]"])
-
-    def note(self, variant: Variant, nbytes: float) -> None:
-        """Notes the least bytes that plans of a variant are expected to need."""
-        self._by_count.setdefault(replace(variant, microbatches=1), {})[variant.count] = nbytes
-
-    def least(self, variant: Variant) -> float:
-        """The least bytes that plans of a variant are expected to need; 0 where nothing is known."""
-        known = self._by_count.get(replace(variant, microbatches=1), {})
-        return max((nbytes * min(1.0, count / variant.count) for count, nbytes in known.items()), default=0.0)
-
-
 @dataclass(slots=True, kw_only=True)
 class VariantTrials:
-    """The variants of a step that were planned for at most `limit` bytes a device, and what they have shown.
+    """The variants of a step that were planned for a device of so many bytes, and what they have shown.
 
-    Plans that take no search within the limit (the one without a limit, and hand-made ones) may need `allowed` bytes if
-    that is more; so may the plan of least memory where nothing else is found.
+    Plans that take no search within the limit are by hand to the `limits`: hand-made ones, the one without a limit, and
+    the plan of least memory where nothing else is found.
 
     `search(step, offload, most_nbytes, context)` plans a step on every mesh that may have a plan of that many bytes.
     Once a variant fits, others are tried until all that were `planned` have `most` operators on all meshes, or until
     the deadline of the `context`.
 
-    `fitted` are the trials that fit, fastest first; `low_memory` those of least memory that do not fit; `refused` those
-    of which hand-made plans were left out; `waiting` those that are put off until some variant fits. Variants in `dear`
-    take longer than the best whatever memory they need. All of these are written by methods, and read by
+    `fitted` are the trials that fit, fastest first, and `unfit` the others. Variants that are `too_slow` take longer
+    than the best whatever memory they need. All of these are written by methods, and read by
     `passes.intra_op.variants`, which chooses what is tried.
     """
 
     step: Step
-    limit: float
-    allowed: float = -math.inf
+    limits: Limits
     search: Callable[[Step, bool, float, SearchContext], MeshSearch]
     most: int = MOST_OPERATORS
     context: SearchContext = field(default_factory=SearchContext)
@@ -85,13 +51,10 @@ class VariantTrials:
     offloads: bool = field(default=True, init=False)
     operators: int = field(default=0, init=False)
     planned: set[Variant] = field(default_factory=set[Variant], init=False)
-    dear: list[Variant] = field(default_factory=list[Variant], init=False)
+    too_slow: list[Variant] = field(default_factory=list[Variant], init=False)
     fitted: list[Trial] = field(default_factory=list[Trial], init=False)
-    low_memory: list[Trial] = field(default_factory=list[Trial], init=False)
-    refused: list[Trial] = field(default_factory=list[Trial], init=False)
-    waiting: list[Trial] = field(default_factory=list[Trial], init=False)
+    unfit: UnfitTrials = field(default_factory=UnfitTrials, init=False)
     alternatives: list[Alternative] = field(default_factory=list[Alternative], init=False)
-    _expected: ExpectedBytes = field(default_factory=ExpectedBytes, init=False)
     _free: dict[Variant, Trial] = field(default_factory=dict[Variant, Trial], init=False)
     _last: Trial | None = field(default=None, init=False)
 
@@ -99,11 +62,6 @@ class VariantTrials:
     def best(self) -> Plan | None:
         """The fastest plan so far that fits, unless it is put off."""
         return self.incumbent.best
-
-    @property
-    def most_nbytes(self) -> float:
-        """The bytes a device that a plan may need which takes no search within the limit."""
-        return max(self.limit, self.allowed)
 
     def goes_on(self) -> bool:
         """Whether there is time to try another variant, now that one fits."""
@@ -114,14 +72,14 @@ class VariantTrials:
         """Whether no plan fits yet, or the best may be improved on and there is time."""
         return self.best is None or (not self.incumbent.is_good_enough and self.goes_on())
 
-    def is_dear(self, variant: Variant) -> bool:
+    def is_too_slow(self, variant: Variant) -> bool:
         """Whether a variant computes more than one that takes longer than the best whatever memory it needs."""
         of_stacks = self.step.has_stacks
-        return any(computes_more(variant, dear) for dear in self.dear if not of_stacks or dear.kept == variant.kept)
+        return any(computes_more(variant, slow) for slow in self.too_slow if not of_stacks or slow.kept == variant.kept)
 
     def may_fit(self, variant: Variant) -> bool:
         """Whether a variant may keep the limit, by the bytes that others were expected to need."""
-        return self._expected.least(variant) <= SURELY * self.limit
+        return self.unfit.expected_nbytes(variant) <= SURELY * self.limits.searched
 
     def put_off(self) -> None:
         """Puts the best plan off to the end if it takes much longer than without a limit, unless a deadline is set."""
@@ -140,10 +98,10 @@ class VariantTrials:
             trial = self._planned(variant, self.step.variant(variant), math.inf)
             plans.append(plan := trial.search.cheapest.of_variant(variant))
             self._free[variant] = trial
-            if fits := plan.peak_nbytes <= self.most_nbytes:
+            if fits := plan.peak_nbytes <= self.limits.by_hand:
                 self.incumbent.offer(plan)
-            over = f"over the memory limit of {quantities.nbytes(self.limit)}"
-            self._tell_of(plan, variant, "takes longer" if fits else over)
+            over = f"over the memory limit of {quantities.nbytes(self.limits.searched)}"
+            self._add_alternative(plan, variant, "takes longer" if fits else over)
             self.context.raise_if_interrupted()
         best = self.best
         self.incumbent = Incumbent(least_seconds=min(trial.search.least_seconds for trial in self._free.values()))
@@ -158,7 +116,7 @@ class VariantTrials:
         if trial := self._free.get(variant):
             self._last = trial
             return trial
-        return self._planned(variant, step, self.limit)
+        return self._planned(variant, step, self.limits.searched)
 
     def _planned(self, variant: Variant, step: Step, most_nbytes: float) -> Trial:
         """The trial of a variant on every mesh that may have a plan of at most `most_nbytes`."""
@@ -182,13 +140,12 @@ class VariantTrials:
         """Notes that a variant was planned, and whether it takes longer than the best whatever memory it needs."""
         self.planned.add(trial.variant)
         if not trial.search.infeasible and trial.search.least_seconds >= self.incumbent.seconds:
-            self.dear.append(trial.variant)
+            self.too_slow.append(trial.variant)
 
     def put_in_line(self, trial: Trial) -> bool:
-        """Whether a variant is put off, since its cheapest plan does not fit; if so, it is `waiting` now."""
-        if waits := not trial.search.fits(self.limit) and not self.context.is_interrupted:
-            self._expected.note(trial.variant, trial.search.expected_nbytes)
-            self.waiting.append(trial)
+        """Whether a variant is put off, since its cheapest plan does not fit; if so, it is waiting now."""
+        if waits := not trial.search.fits(self.limits.searched) and not self.context.is_interrupted:
+            self.unfit.put_off(trial)
         return waits
 
     def take(self, trial: Trial) -> bool:
@@ -198,7 +155,7 @@ class VariantTrials:
         """
         plan, is_best = self._fitting(trial), False
         if plan is not None:
-            self._tell_of(plan, trial.variant, "keeps the memory limit, and takes longer")
+            self._add_alternative(plan, trial.variant, "keeps the memory limit, and takes longer")
             timed = replace(trial, seconds=plan.step_seconds)
             self.fitted = sorted([*self.fitted, timed], key=lambda fitted: fitted.seconds)
             is_best = self.incumbent.offer(plan.of_variant(trial.variant))
@@ -213,7 +170,7 @@ class VariantTrials:
 
     def end_waiting(self) -> None:
         """Forgets all trials that wait."""
-        self.waiting.clear()
+        self.unfit.waiting.clear()
 
     def bring_nearer(self, trial: Trial, enough: float, *, is_best: bool) -> None:
         """Improves the plan of a variant that fits, where it is the best (`is_best`) or may become it.
@@ -221,7 +178,7 @@ class VariantTrials:
         The lower bound on its seconds need not exceed `enough`.
         """
         cutoff = math.inf if is_best else self.incumbent.seconds
-        plan = trial.search.closer(self.limit, cutoff, enough)
+        plan = trial.search.closer(self.limits, cutoff, enough)
         if plan is not None and plan.step_seconds < cutoff:
             self.incumbent.best = plan.of_variant(trial.variant)
 
@@ -230,25 +187,21 @@ class VariantTrials:
         search = trial.search
         if self.context.is_interrupted:
             plan = search.cheapest
-            return plan if plan.peak_nbytes <= self.limit else None
+            return plan if plan.peak_nbytes <= self.limits.searched else None
         try:
-            return search.cheapest_within(self.limit, worth=self._worth)
+            return search.cheapest_within(self.limits, worth=self._worth)
         except OverBudgetError:
-            others = sorted([*self.low_memory, trial], key=lambda other: other.search.problems.lowest_nbytes)
-            self.low_memory = others[:_LOW_MEMORY]
-            if search.by_hand.left_out:
-                self.refused.append(trial)
-            self._expected.note(trial.variant, trial.search.expected_nbytes)
+            self.unfit.add(trial)
             return None
 
     @property
     def _worth(self) -> float:
         """The factor by which a mesh must be able to gain for rows to be stated there, while some variants wait."""
-        if not self.waiting or (self.best is None and self.goes_on()):
+        if not self.unfit.waiting or (self.best is None and self.goes_on()):
             return 1.0
         return GOOD_ENOUGH if self.best is None or self.goes_on() else math.inf
 
-    def _tell_of(self, plan: Plan, variant: Variant, why: str) -> None:
+    def _add_alternative(self, plan: Plan, variant: Variant, why: str) -> None:
         """Adds the plan of a variant to the alternatives of the plan that is taken, with the reason `why` it is not."""
         name = f"{str(variant) or 'as written'}, mesh {plan.mesh}"
         alternative = Alternative(name=name, seconds=plan.step_seconds, why=why, peak_nbytes=plan.peak_nbytes)

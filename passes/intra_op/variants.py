@@ -22,8 +22,9 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from passes.errors import OverBudgetError, PlanningError
-from passes.intra_op.forms import forms
-from passes.intra_op.variant_trials import Trial, VariantTrials
+from passes.intra_op.unfit_trials import Trial
+from passes.intra_op.variant_order import variants_in
+from passes.intra_op.variant_trials import VariantTrials
 from passes.plan import INTERRUPTED, LATE, Plan
 from passes.step import Variant
 from passes.transforms import kept_of
@@ -55,7 +56,7 @@ def cheapest_variant(trials: VariantTrials) -> Plan:
 
 def _cheapest(trials: VariantTrials) -> Plan:
     step = trials.step
-    best = trials.without_limit(forms(step.layers if step.has_stacks else 0, step.chosen.count))
+    best = trials.without_limit(variants_in(step.layers if step.has_stacks else 0, step.chosen.count))
     return _within_limit(trials) if best is None else _with_proven(best, trials.incumbent.least_seconds)
 
 
@@ -72,8 +73,8 @@ def _within_limit(trials: VariantTrials) -> Plan:
             trials.take(trial)
     best = _with_more_kept(trials, _fitting(trials))
     others = [alternative for alternative in trials.alternatives if alternative.seconds != best.step_seconds]
-    has_forms = trials.offloads or trials.step.layers > 0 or len(trials.step.counts) > 1
-    enough = trials.incumbent.least_seconds if has_forms else math.inf
+    has_variants = trials.offloads or trials.step.layers > 0 or len(trials.step.counts) > 1
+    enough = trials.incumbent.least_seconds if has_variants else math.inf
     return _with_proven(_closer(trials, best, enough), enough).beside(others)
 
 
@@ -94,7 +95,7 @@ def _ordered(trials: VariantTrials) -> Iterator[_Attempt]:
         yield _Attempt(variant=replace(first, offload=True))
         trials.put_off()
     counts, more = _counts(step.counts)
-    of_count = {count: forms(step.layers, count) for count in (*counts, *more)}
+    of_count = {count: variants_in(step.layers, count) for count in (*counts, *more)}
     fitting, offloads = list[int](), (False, True) if trials.offloads else (False,)
     for offload in offloads:
         if trials.best is None:
@@ -102,7 +103,7 @@ def _ordered(trials: VariantTrials) -> Iterator[_Attempt]:
             others = [variant for variant in least if variant != first]
             fitting = yield from _of_least_memory(trials, others, is_last=offload == offloads[-1])
         if trials.best is None:
-            fitting = yield from _keeping_more(trials, of_count, offload)
+            fitting = yield from _keeping_more(trials, of_count, offload=offload)
     fewest = min(fitting, default=0)
     fewer = max((n for n in of_count if n < fewest), default=fewest)  # that nothing was found there is no proof
     needs_offload = bool(fitting) and trials.best is not None and bool(trials.best.offloaded)
@@ -113,7 +114,7 @@ def _ordered(trials: VariantTrials) -> Iterator[_Attempt]:
                 continue
             if trials.best is None or not trials.wants_better:
                 return
-            is_new = variant not in trials.planned and not trials.is_dear(variant)
+            is_new = variant not in trials.planned and not trials.is_too_slow(variant)
             if is_new and (count >= fewest or trials.may_fit(variant)):
                 yield _Attempt(variant=variant)
 
@@ -151,14 +152,14 @@ def _of_least_memory(
 
 
 def _keeping_more(
-    trials: VariantTrials, of_count: Mapping[int, Sequence[Variant]], offload: bool
+    trials: VariantTrials, of_count: Mapping[int, Sequence[Variant]], *, offload: bool
 ) -> Generator[_Attempt, None, list[int]]:
     """The numbers of microbatches in which variants that keep more fit; they are tried until one does.
 
     Where weights are larger than activations, recomputing a layer may need more memory than it saves. These variants
     are tried in the fewest microbatches, and in those of the least memory met so far.
     """
-    counts = {min(of_count), *(trial.variant.count for trial in trials.low_memory[:1])}
+    counts = {min(of_count), *(trial.variant.count for trial in trials.unfit.low_memory[:1])}
     for variant in (replace(kind, offload=offload) for count in sorted(counts) for kind in of_count[count][:-1]):
         if variant not in trials.planned and trials.best is None:
             yield _Attempt(variant=variant)
@@ -172,7 +173,7 @@ def _bisected(trials: VariantTrials, begun: Sequence[int]) -> list[int]:
     there is a plan already, variants that are not expected to fit are left out, and rows are stated only for gains that
     are worth it.
     """
-    waiting = sorted(trials.waiting, key=lambda trial: trial.variant.count)
+    waiting = sorted(trials.unfit.waiting, key=lambda trial: trial.variant.count)
     fitting = [n for n in begun if n not in [trial.variant.count for trial in waiting]]
     likely = [trial for trial in waiting if trials.may_fit(trial.variant)]
     unlikely = [trial for trial in waiting if not trials.may_fit(trial.variant)]
@@ -202,13 +203,13 @@ def _fitting(trials: VariantTrials) -> Plan:
 
     Raises OverBudgetError where that does not fit either.
     """
-    for trial in [] if trials.best else trials.refused:
-        if plan := trial.search.left_out(trials.limit):
+    for trial in [] if trials.best else trials.unfit.refused:
+        if plan := trial.search.cheapest_left_out(trials.limits):
             trials.incumbent.offer(plan.of_variant(trial.variant))
     if (fastest := trials.incumbent.fastest) is not None:
         return fastest
-    least = _of_fewest_nbytes(trials.low_memory)
-    if least is None or least.peak_nbytes > trials.most_nbytes:
+    least = _of_fewest_nbytes(trials.unfit.low_memory)
+    if least is None or least.peak_nbytes > trials.limits.by_hand:
         raise OverBudgetError("no variant of the step keeps the memory limit", least_memory_plan=least)
     return least
 

@@ -8,7 +8,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from passes.cluster import Collective, Mesh
 from passes.inter_op import StageCost, Timeline
 from passes.page.blocks import Block, Row, blocks_of
 from passes.page.measured import REST, Measured, measured_rows
@@ -16,7 +15,7 @@ from passes.plan import AnyPlan, Plan
 from passes.plan import text as plan_text
 
 DEAREST = 10
-"""Collectives that the page lists."""
+"""The number of collectives that the page lists, those that take longest."""
 
 
 @dataclass(slots=True)
@@ -139,16 +138,12 @@ def _dearest(plan: AnyPlan) -> list[dict[str, object]]:
         for c in program.collectives:
             key = (stage, c.kind, "+".join(c.axes), plan_text.short(c.where))
             entry = sums.setdefault(key, [0.0, 0.0, 0.0])
-            entry[0] += _seconds(c, program.mesh)
+            entry[0] += c.seconds(program.mesh)
             entry[1] += c.count
             entry[2] += c.count * c.nbytes
     dearest = sorted(sums.items(), key=lambda item: -item[1][0])[:DEAREST]
     names = ("stage", "kind", "axes", "where", "seconds", "count", "nbytes")
     return [dict(zip(names, (*key, *entry), strict=True)) for key, entry in dearest]
-
-
-def _seconds(collective: Collective, mesh: Mesh) -> float:
-    return collective.seconds(mesh)
 
 
 def _arrays(plan: AnyPlan, texts: Pool) -> list[list[int]]:
@@ -204,7 +199,7 @@ def _timeline(timeline: Timeline, measured: Measured | None) -> dict[str, object
 
 
 def _six(value: float) -> float:
-    """The number to six digits, which is more than a screen shows."""
+    """The number rounded to six digits, which is more than a screen shows."""
     return float(f"{value:.6g}")
 
 

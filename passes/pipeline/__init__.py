@@ -5,12 +5,10 @@ from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.search import StagedSearch
 from passes.pipeline.search_options import SearchOptions
 from passes.pipeline.segments import reduced, subgraph_of, value_specs
-from passes.pipeline.shapes import Limits
 from passes.pipeline.step_blocks import Sample
 from passes.pipeline.variants import StagedVariants
 
 __all__ = [
-    "Limits",
     "PipelineOptions",
     "Sample",
     "SearchOptions",

@@ -100,7 +100,7 @@ def restated(plan: Plan, planned: Graph, step: Step) -> Plan:
         return replace(named, memory=plan.memory and plan.memory.renamed(names))
     layout, mesh = plan.layout, plan.mesh
     reshardings = resharding_plan(graph, layout, Resharder(mesh), regather=plan.regather)
-    donated = step.donated or (False,) * len(graph.inputs)
+    donated = extract.donations(graph, step.donated)
     memory = peak(graph, group(graph), mesh, layout, reshardings, step.state_pairs, donated)
     return replace(named, collectives=collectives(graph, reshardings, mesh), memory=MemoryReport.of(memory))
 

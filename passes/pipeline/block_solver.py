@@ -16,7 +16,7 @@ from typing import Any
 from passes.cluster import Cluster, Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
 from passes.inter_op import StageCost
-from passes.intra_op import assemble, best, computing, extract, pins, restrictions
+from passes.intra_op import MeshProblems, assemble, cheapest_plan, computing, extract, pins, restrictions
 from passes.ir import PHASES
 from passes.pipeline.assemble import layout_cost
 from passes.pipeline.blocks import Block, KindOfBlock
@@ -112,14 +112,16 @@ class BlockSolver:
         It uses the seconds of reshardings that prices have found.
         """
         try:
-            return best(name, step, meshes, options, self.restrict, resharders=self.resharders, most_nbytes=most_nbytes)
+            problems = MeshProblems(step=step, restrict=self.restrict, resharders=self.resharders)
+            return cheapest_plan(name, problems, meshes, options, most_nbytes=most_nbytes)
         except OverBudgetError:
             return None
 
     def planned_cost(self, block: Block, mesh: Mesh) -> tuple[StageCost, float]:
         """The cost of a block by its plan, solved to the gap of the options, and the least seconds of a step."""
         graph = block.part.graph
-        plan = best("block", Step(graph=graph, state_pairs=block.all_pairs), [mesh], self.options, self.restrict)
+        problems = MeshProblems(step=Step(graph=graph, state_pairs=block.all_pairs), restrict=self.restrict)
+        plan = cheapest_plan("block", problems, [mesh], self.options)
         resharder = Resharder(plan.mesh)
         reshardings = resharding_plan(graph, plan.layout, resharder, regather=plan.regather)
         return _price(block, plan.layout, resharder, reshardings, plan.phases), plan.solution.bound

@@ -15,11 +15,12 @@ from functools import partial
 from passes.cluster import Cluster
 from passes.errors import OverBudgetError
 from passes.inter_op import Candidate, Partition, Submesh, is_chunked, partitions, splits_backward, submeshes
+from passes.limits import Limits
 from passes.pipeline.draft_space import DraftSpace
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.prefetch import price_layers
 from passes.pipeline.samples import ANCHORS, anchors, near
-from passes.pipeline.shapes import Draft, Limits, Shape, by_hand, drafted, first_of_each, shape_of
+from passes.pipeline.shapes import Draft, Shape, by_hand, drafted, first_of_each, shape_of
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample
 from passes.progress import SearchContext

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from passes.inter_op import NamedSchedule, StageCost, is_chunked, splits_backward
+from passes.limits import Limits
 from passes.pipeline.draft_prices import (
     least_seconds,
     price_deciding,
@@ -21,7 +22,7 @@ from passes.pipeline.draft_prices import (
     transfers_of,
 )
 from passes.pipeline.draft_space import DraftSpace
-from passes.pipeline.shapes import Draft, Limits, Shape, by_hand
+from passes.pipeline.shapes import Draft, Shape, by_hand
 from passes.pipeline.stage_bytes import least_bytes, partly_priced
 from passes.pipeline.stage_table import StageCostTable
 
@@ -76,7 +77,7 @@ class DraftSearch:
 
     def most_nbytes(self, shape: Shape) -> float:
         """The bytes of a device that a shape may need by its prices, with the slack for what its plan may save."""
-        return self.slack * self.limits.of(shape, self.table)
+        return self.slack * shape.limit_nbytes(self.limits, self.table)
 
     def add(self, shapes: Iterable[tuple[Shape, int]]) -> None:
         """Prices these shapes, each in a number of microbatches, under each schedule, in the order of their bounds."""
@@ -138,7 +139,7 @@ class DraftSearch:
             return
         known = _known(self.table, count)
         for tensor in (parts for parts in range(size, 0, -1) if size % parts == 0):
-            if _most_state_nbytes(shape, self.table, known, tensor) <= self.limits.of(shape, self.table):
+            if _most_state_nbytes(shape, self.table, known, tensor) <= shape.limit_nbytes(self.limits, self.table):
                 table = self.space.megatron_table(size, tensor)
                 if likely := self._expected_to_fit(shape, table, count, names):
                     yield table, likely

@@ -137,7 +137,7 @@ class StagedSearch:
 
     def _limit(self, draft: Draft) -> float:
         """The bytes of a device that the plan of a draft may need."""
-        return self.options.limits.of(draft.shape, draft.table)
+        return draft.shape.limit_nbytes(self.options.limits, draft.table)
 
     def _planned(self, draft: Draft) -> PipelinePlan | None:
         """The plan of a draft; None where it has none: its blocks may be possible where a whole stage is not."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from passes.cluster import Cluster, Mesh
 from passes.intra_op import pins
-from passes.pipeline.shapes import Limits
+from passes.limits import Limits
 from passes.solver import SolverOptions
 
 

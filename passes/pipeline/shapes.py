@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from passes.inter_op import Partition
+from passes.limits import Limits
 from passes.pipeline.stage_table import StageCostTable
 
 CHUNKS = (1, 2, 3, 4)
@@ -32,27 +33,13 @@ class Shape:
         ends = [0, *accumulate(self.devices)]
         return [range(ends[k % len(self.devices)], ends[k % len(self.devices) + 1]) for k in range(len(self.begins))]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The bytes that a device of a pipeline may need: all there are in pipelines `by_hand`, less in those that are
-    `searched`.
-
-    A search picks what predictions flatter, so searched pipelines leave a margin for their errors.
-    """
-
-    searched: float
-    by_hand: float
-
-    def of(self, shape: Shape, table: StageCostTable) -> float:
-        """The limit of a shape, which counts as made by hand if its stages are even and on equal submeshes."""
+    def limit_nbytes(self, limits: Limits, table: StageCostTable) -> float:
+        """The bytes that a device of it may need: it counts as made by hand if its stages are even and on equal
+        submeshes.
+        """
         even = table.step.cuts(next(iter(table.step.samples))).even
-        is_by_hand = len(set(shape.devices)) == 1 and even.get(len(shape.begins)) == shape.begins
-        return self.by_hand if is_by_hand else self.searched
-
-    def times(self, factor: float) -> Limits:
-        """The limits multiplied by a factor."""
-        return Limits(searched=factor * self.searched, by_hand=factor * self.by_hand)
+        is_by_hand = len(set(self.devices)) == 1 and even.get(len(self.begins)) == self.begins
+        return limits.by_hand if is_by_hand else limits.searched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +63,7 @@ class Draft:
 
     def excess(self, limits: Limits) -> float:
         """The bytes that it needs by its prices as a multiple of its limit: it fits if that is at most 1."""
-        return self.peak_nbytes / limits.of(self.shape, self.table)
+        return self.peak_nbytes / self.shape.limit_nbytes(limits, self.table)
 
 
 def evenly(n_devices: int) -> list[tuple[int, int]]:

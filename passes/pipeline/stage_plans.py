@@ -57,7 +57,7 @@ class StagePlans:
             planner="auto", cluster=self.options.cluster, schedule=draft.schedule, chunks=shape.chunks
         )
         plans, best = self._stages(draft, parts, {}), None
-        limit = self.options.limits.of(shape, draft.table)
+        limit = shape.limit_nbytes(self.options.limits, draft.table)
         for _ in range(1 + TIGHTENED):
             if plans is None:
                 break

@@ -1,4 +1,4 @@
-"""Planners: the automatic search, textbook plans, and saved plans; and the errors where nothing fits."""
+"""Planners: the automatic search, hand-made plans, and saved plans; and the errors where nothing fits."""
 
 from passes.planners import infeasible
 from passes.planners.auto import Auto

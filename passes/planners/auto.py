@@ -54,8 +54,9 @@ from passes.intra_op import (
     restrictions,
 )
 from passes.ir import Graph, has_effect
+from passes.limits import Limits
 from passes.memory import margin_of
-from passes.pipeline import Limits, Sample, SearchOptions, StagedSearch, StagedVariants, layers_of, samples_of
+from passes.pipeline import Sample, SearchOptions, StagedSearch, StagedVariants, layers_of, samples_of
 from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
 from passes.planners.checks import (
     check_counts,
@@ -155,11 +156,10 @@ class Auto:
 
     def choose(self, step: Step, cluster: Cluster, context: SearchContext) -> Plan:
         """The cheapest plan of a step, without stages, in any of its variants. Raises OverBudgetError."""
-        began, limit = time.perf_counter(), self.limit(cluster)
+        began, limits = time.perf_counter(), _limits(self, cluster)
         trials = VariantTrials(
             step=step,
-            limit=limit,
-            allowed=_allowed(self, cluster),
+            limits=limits,
             search=lambda step, offload, most_nbytes, part: self.mesh_search(step, cluster, part, offload, most_nbytes),
             context=context,
         )
@@ -173,13 +173,14 @@ class Auto:
                 """The variant of least memory on another cluster."""
                 variant = step.variant(least.variant() if least else Variant())
                 offload = bool(least and least.offloaded)
-                return self.mesh_search(variant, cluster, context, offload, most_nbytes=limit).cheapest_within(limit)
+                search = self.mesh_search(variant, cluster, context, offload, most_nbytes=limits.searched)
+                return search.cheapest_within(limits)
 
-            raise infeasible_error(error, least, limit, cluster, elsewhere) from None
+            raise infeasible_error(error, least, limits.searched, cluster, elsewhere) from None
 
     def limit(self, cluster: Cluster) -> float:
-        """Bytes that a plan may be predicted to need on one device; its compiled program may need a margin more."""
-        return _predictable(limit_nbytes(self.memory_limit), cluster)
+        """Bytes that a searched plan may be predicted to need on one device."""
+        return _limits(self, cluster).searched
 
     def mesh_search(
         self, step: Step, cluster: Cluster, context: SearchContext, offload: bool, most_nbytes: float
@@ -194,10 +195,9 @@ class Auto:
             planner="auto",
             problems=problems,
             # Plans by hand know nothing of pins.
-            textbook=(lambda mesh: ()) if chosen else partial(restrictions.textbook, batch=step.batch),
+            hand_made=(lambda mesh: ()) if chosen else partial(restrictions.hand_made_plans, batch=step.batch),
             options=self.solver,
             most_nbytes=most_nbytes,
-            allowed=_allowed(self, cluster),
             context=context,
         )
         constrained = [] if self.mesh else for_constraints(graph, cluster, self.max_axes)
@@ -260,7 +260,7 @@ class Auto:
             cluster=cluster,
             stages=self.pieces,
             schedules=self.schedules or tuple(SCHEDULES),
-            limits=Limits(searched=self.limit(cluster), by_hand=_allowed(self, cluster)),
+            limits=_limits(self, cluster),
             solver=self.solver,
             meshes=lambda n_devices: self._laid_out(cluster, n_devices),
             pinned=pins.ByName(cast("pins.Pins", self.pins)) if self.pins else None,
@@ -280,21 +280,16 @@ class Auto:
         return [pins.without(mesh, forbidden) for mesh in layouts(cluster, n_devices, self.max_axes)]
 
 
-def _predictable(memory_limit: int | None, cluster: Cluster) -> float:
-    """The bytes that a plan may be predicted to need, so that with the margin of predictions it keeps the limit.
+def _limits(planner: Auto, cluster: Cluster) -> Limits:
+    """The bytes that plans may be predicted to need on one device, by default its memory less the reserve.
 
-    By default that is the device's memory less the reserve.
+    The compiled program of a plan may need a margin more; of a limit that the user gave, hand-made plans may need all.
     """
-    device = cluster.group().device
+    device, memory_limit = cluster.group().device, limit_nbytes(planner.memory_limit)
+    margin = margin_of(device)
     if memory_limit is None:
-        return min(1 - RESERVE, 1 / (1 + margin_of(device))) * device.memory_nbytes
-    return memory_limit / (1 + margin_of(device))
-
-
-def _allowed(planner: Auto, cluster: Cluster) -> float:
-    """The bytes of a limit that the user gave, without the margin: what hand-made plans may need."""
-    memory_limit = limit_nbytes(planner.memory_limit)
-    return planner.limit(cluster) if memory_limit is None else float(memory_limit)
+        return Limits.equal(min(1 - RESERVE, 1 / (1 + margin)) * device.memory_nbytes)
+    return Limits(searched=memory_limit / (1 + margin), by_hand=float(memory_limit))
 
 
 def _check_options(planner: Auto) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 from passes.cluster import Cluster
 from passes.errors import PlanMismatchError, explain
-from passes.intra_op import best, pins
+from passes.intra_op import MeshProblems, cheapest_plan, pins
 from passes.ir import Graph, TensorType
 from passes.layers import forward_nodes
 from passes.pipeline import PipelineOptions, body_of, pipelined
@@ -79,7 +79,7 @@ class FollowingStages:
             here = {value: spec for value, (stage, spec) in self._weights(graph).items() if stage == number}
             chosen = {i: here[value] for i, value in enumerate(graph.inputs) if value in here}
             restrict = partial(pins.pinned, chosen=chosen)
-            return best(f"stage {number}", part, [mesh], self.solver, restrict)
+            return cheapest_plan(f"stage {number}", MeshProblems(step=part, restrict=restrict), [mesh], self.solver)
 
         of_pipeline = PipelineOptions(
             planner=f"following {followed.planner}",

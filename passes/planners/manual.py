@@ -1,7 +1,7 @@
-"""Hand-made planners: textbook plans and saved ones, which take the same path as every plan (passes/planners/auto.py).
+"""Hand-made planners, such as data parallelism, ZeRO and Megatron, and saved plans.
 
-They choose a mesh, or submeshes, and rule out strategies that the textbook plan does not have
-(passes/intra_op/restrictions.py); the rest is solved for.
+They choose a mesh, or submeshes, and rule out strategies that such a plan does not have
+(passes/intra_op/restrictions.py); the rest is solved for, on the path of every plan (passes/planners/auto.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from passes.cluster import Cluster, Mesh
 from passes.errors import PlanMismatchError, PlanningError, explain
-from passes.intra_op import Assembly, best, layouts, named, pins, restrictions
+from passes.intra_op import Assembly, MeshProblems, cheapest_plan, layouts, named, pins, restrictions
 from passes.ir import TensorType
 from passes.layers import stage_cuts
 from passes.pipeline import PipelineOptions, body_of, check_submeshes, pipelined, recounted
@@ -55,7 +55,7 @@ class DataParallel:
     def plan(self, step: Step, cluster: Cluster, options: PlanOptions = PLAIN) -> Planned:
         mesh = named(cluster, ("data", cluster.n_devices))
         restrict = partial(restrictions.data_parallel, batch=step.batch, rows=step.rows)
-        plan = best("data parallel", step, [mesh], self.solver, restrict)
+        plan = cheapest_plan("data parallel", MeshProblems(step=step, restrict=restrict), [mesh], self.solver)
         warn_of_whole_work(plan, step)
         return Planned.of(plan, step)
 
@@ -86,7 +86,8 @@ class Zero:
         state = restrictions.sharded_by_zero(self.stage, step.graph, step.state_pairs, step.batch)
         sizes = zero_sizes([step.graph.types[v] for v in state], cluster.n_devices)
         mesh = named(cluster, *zip(("data",) if len(sizes) == 1 else ("replica", "shard"), sizes, strict=True))
-        plan = best(f"zero-{self.stage}", step, [mesh], self.solver, restrict, regather=self.stage == 3)
+        problems, regather = MeshProblems(step=step, restrict=restrict), self.stage == 3
+        plan = cheapest_plan(f"zero-{self.stage}", problems, [mesh], self.solver, regather=regather)
         warn_of_whole_state(plan, step.graph, state)
         warn_of_whole_work(plan, step)
         return Planned.of(plan, step)
@@ -187,13 +188,14 @@ class Megatron:
         step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages if is_staged else 0))
         if not is_staged:
             restrict = partial(restrictions.megatron, batch=step.batch, is_state_cut=self.zero > 0)
-            return Planned.of(best(self.name, step, [mesh], self.solver, restrict), step)
+            problems = MeshProblems(step=step, restrict=restrict)
+            return Planned.of(cheapest_plan(self.name, problems, [mesh], self.solver), step)
         firsts = stage_cuts(body_of(step.graph), self.stages)
         schedule = checked_schedule("Megatron", self.schedule, self.interleave)
 
         def plan_stage(part: Step, stage: int) -> Plan:
             restrict = partial(self.restriction, rows=part.rows)
-            return best(f"stage {stage}", part, [mesh], self.solver, restrict)
+            return cheapest_plan(f"stage {stage}", MeshProblems(step=part, restrict=restrict), [mesh], self.solver)
 
         of_pipeline = PipelineOptions(planner=self.name, cluster=cluster, schedule=schedule, chunks=self.interleave)
         return Planned.of(pipelined(step, firsts, plan_stage, of_pipeline), step)
@@ -266,7 +268,7 @@ class Pipeline:
             submesh = stage % self.stages
             meshes = self._laid_out(cluster, submesh, sizes[submesh])
             restrict = by_name[submesh] if by_name[submesh].pins else None
-            return best(f"stage {stage}", part, meshes, self.solver, restrict)
+            return cheapest_plan(f"stage {stage}", MeshProblems(step=part, restrict=restrict), meshes, self.solver)
 
         schedule = checked_schedule("Pipeline", self.schedule, self.interleave)
         name = f"pipeline of {self.stages}" + (f", interleave {self.interleave}" if self.interleave > 1 else "")

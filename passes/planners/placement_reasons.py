@@ -122,7 +122,7 @@ def reasons(
         raise PlanningError(explain(repr(pattern), rule, listed, "name one of them, or some that are alike"))
     (spec,), (type,) = specs, types
     problems = MeshProblems(step=step)
-    assembly = problems.assembled(mesh, plan.regather)
+    assembly = problems.assembled(mesh, regather=plan.regather)
     rivals: list[Rival] = []
     every = [s for s in _possible(assembly, graph.inputs[positions[0]]) if s != spec and not s.partial]
     for number, other in enumerate(every):

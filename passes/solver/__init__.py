@@ -5,16 +5,16 @@ It knows neither graphs nor meshes.
 """
 
 from passes.solver.options import SolverOptions
-from passes.solver.problem import Budget, Edge, Floats, Indices, Memory, ShardingProblem, Sums
+from passes.solver.problem import Budget, Cache, Edge, Floats, Indices, ShardingProblem, Sums
 from passes.solver.search import Answer, NotCheaperError, Search, least_memory_choice, solve
 
 __all__ = [
     "Answer",
     "Budget",
+    "Cache",
     "Edge",
     "Floats",
     "Indices",
-    "Memory",
     "NotCheaperError",
     "Search",
     "ShardingProblem",

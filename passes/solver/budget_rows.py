@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from passes.solver.edge_flows import Shapes
-from passes.solver.linear_program import Floats, Indices, LinearProgram
-from passes.solver.problem import Edge, ShardingProblem
+from passes.solver.linear_program import LinearProgram
+from passes.solver.problem import Edge, Floats, Indices, ShardingProblem
 
 
 class BudgetRows:
@@ -27,7 +27,7 @@ class BudgetRows:
         most: Indices | None,
     ) -> None:
         self.problem, self.program = problem, program
-        self.shapes = problem.memory.kept(Shapes)
+        self.shapes = problem.cache.kept(Shapes)
         self.allowed, self.columns = allowed, columns
         self.rows: list[int] = []
         self.copy_rows: list[tuple[int, Edge, object]] = []

@@ -35,7 +35,7 @@ class Replacements:
         arrays = (edge.before, edge.after, edge.seconds, edge.labels, edge.sums)
         key = (*map(id, arrays), edge.weight, allowed.tobytes(), readers, reads)
         if key not in self._known:
-            worst, near = self._extra(edge, allowed, readers, reads), edge.after if reads else edge.before
+            worst, near = self._extra(edge, allowed, readers, reads=reads), edge.after if reads else edge.before
             self._known[key] = (edge, worst[near[:, None], near[None, :]])
         return self._known[key][1]
 
@@ -46,7 +46,7 @@ class Replacements:
             self._kept[key] = _undominated(seconds, extras)
         return self._kept[key]
 
-    def _extra(self, edge: Edge, allowed: NDArray[np.bool_], readers: int, reads: bool) -> Floats:
+    def _extra(self, edge: Edge, allowed: NDArray[np.bool_], readers: int, *, reads: bool) -> Floats:
         """The same by placements, as an edge has them."""
         far = np.unique((edge.before if reads else edge.after)[allowed])
         matrix = edge.weight * (edge.seconds.T if reads else edge.seconds)[:, far]
@@ -111,7 +111,7 @@ def without_dominated(problem: ShardingProblem) -> ShardingProblem:
     """
     if problem.budgets:
         return problem
-    replacements = problem.memory.kept(Replacements)
+    replacements = problem.cache.kept(Replacements)
     around: list[list[tuple[Edge, int, bool]]] = [[] for _ in problem.seconds]
     for edges in problem.groups.values():
         readers = len(edges) if edges[0].sums is not None else min(len(edges), 2)

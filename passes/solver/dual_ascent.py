@@ -15,17 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
+from passes.solver.problem import Floats, Indices
 
 _FORBIDDEN = 1e3
 """Seconds that stand for a resharding that there is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class PricedEdge:
     """An edge from `source` to `target` by strategies: the placement that each writes (`made`) and reads (`read`).
 
     Those are the rows and columns of `seconds`; each has a strategy.
@@ -57,16 +55,16 @@ class _Onward:
 class Messages:
     """The messages about the edges' placements, to the later end (even) and the earlier (odd)."""
 
-    def __init__(self, costs: Sequence[Floats], ways: Sequence[Way]) -> None:
-        self.costs, self.ways = costs, ways
+    def __init__(self, costs: Sequence[Floats], edges: Sequence[PricedEdge]) -> None:
+        self.costs, self.edges = costs, edges
         self.ahead: list[list[_Onward]] = [[] for _ in costs]
         self.behind: list[list[_Onward]] = [[] for _ in costs]
         self.sent: list[Floats] = []
         self._sorted: dict[int, tuple[Indices, Indices, Indices]] = {}
         self._turned: dict[int, tuple[Floats, Floats]] = {}
-        for number, way in enumerate(ways):
-            low, high, made, read = way.source, way.target, way.made, way.read
-            seconds, turned = self._both(way)
+        for number, edge in enumerate(edges):
+            low, high, made, read = edge.source, edge.target, edge.made, edge.read
+            seconds, turned = self._both(edge)
             if low > high:
                 low, high, made, read, seconds, turned = high, low, read, made, turned, seconds
             up, down = 2 * number, 2 * number + 1
@@ -77,12 +75,12 @@ class Messages:
             self.behind[high].append(self._onward(read, made, seconds, node=low, there=down, back=up))
         self.shares = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
 
-    def _both(self, way: Way) -> tuple[Floats, Floats]:
+    def _both(self, edge: PricedEdge) -> tuple[Floats, Floats]:
         """The seconds of an edge, finite, and their transpose; edges may share that array."""
-        if id(way.seconds) not in self._turned:
-            seconds = np.where(np.isfinite(way.seconds), way.seconds, _FORBIDDEN)
-            self._turned[id(way.seconds)] = seconds, np.ascontiguousarray(seconds.T)
-        return self._turned[id(way.seconds)]
+        if id(edge.seconds) not in self._turned:
+            seconds = np.where(np.isfinite(edge.seconds), edge.seconds, _FORBIDDEN)
+            self._turned[id(edge.seconds)] = seconds, np.ascontiguousarray(seconds.T)
+        return self._turned[id(edge.seconds)]
 
     def _onward(
         self, placements: Indices, other: Indices, seconds: Floats, *, node: int, there: int, back: int
@@ -126,10 +124,10 @@ class Messages:
     def prices(self) -> list[tuple[Floats, Floats]]:
         """The prices of the rows and of the columns of every edge."""
         prices: list[tuple[Floats, Floats]] = []
-        for number, way in enumerate(self.ways):
-            seconds, _ = self._both(way)
+        for number, edge in enumerate(self.edges):
+            seconds, _ = self._both(edge)
             message = self.sent[2 * number]
-            if way.source <= way.target:
+            if edge.source <= edge.target:
                 prices.append(((seconds - message).min(axis=1), -message))
             else:
                 prices.append((message, (message[:, None] - seconds).max(axis=0)))

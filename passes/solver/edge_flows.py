@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.solver.linear_program import Floats, Indices, LinearProgram
-from passes.solver.problem import ROUNDING, Edge, ShardingProblem
+from passes.solver.linear_program import LinearProgram
+from passes.solver.problem import ROUNDING, Edge, Floats, Indices, ShardingProblem
 
 _LEG = 1e-6
 """A leg of a way around costs something where it is more than this share of the whole: sums round."""
@@ -175,11 +175,11 @@ def flows(
 
     `columns` are those of the nodes' `allowed` strategies. The readers of a group go through the same placements.
     """
-    shapes = problem.memory.kept(Shapes)
+    shapes = problem.cache.kept(Shapes)
     placed = {
         group: [(edge, shapes.shape(edge, allowed[edge.source], allowed[edge.target], through)) for edge in edges]
         for group, edges in problem.groups.items()
-        for through in [_common(shapes, edges, allowed, whole)]
+        for through in [_common(shapes, edges, allowed, whole=whole)]
     }
     by_group: dict[int, list[Flow]] = {}
     column, row = program.columns, program.rows
@@ -209,7 +209,9 @@ def _enter(flows: Sequence[Flow], columns: Sequence[Indices], program: LinearPro
     )
 
 
-def _common(shapes: Shapes, edges: Sequence[Edge], allowed: Sequence[NDArray[np.bool_]], whole: bool) -> Indices | None:
+def _common(
+    shapes: Shapes, edges: Sequence[Edge], allowed: Sequence[NDArray[np.bool_]], *, whole: bool
+) -> Indices | None:
     """The placements that every reader of a group may need, by number; None for all of a single reader's."""
     if len(edges) == 1:
         return None

@@ -56,7 +56,7 @@ _BEYOND = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Enclosure:
     """The best `choice`, None if none beats the known one, and a lower `bound` in seconds of all choices."""
 
     choice: tuple[int, ...] | None
@@ -238,19 +238,19 @@ class Beam:
         self.kept: dict[int, Indices] = {}
         self.dropped = np.inf
 
-    def run(self) -> Found:
+    def run(self) -> Enclosure:
         """The best answer below `upper` that is left, with a lower bound of all answers."""
         steps: list[tuple[Indices, Indices]] = []
         for at in reversed(range(len(self.tables.nodes))):
             rows, places = self._extend(at)
             if not rows.size:
-                return Found(choice=None, bound=min(self.dropped, self.upper))
+                return Enclosure(choice=None, bound=min(self.dropped, self.upper))
             steps.append((rows, places))
         row = int(np.argmin(self.least))
         bound, chosen = min(self.dropped, self.upper, float(self.least[row])), [0] * len(self.tables.nodes)
         for node, (rows, places) in zip(self.tables.nodes, reversed(steps), strict=True):
             chosen[node], row = int(places[row]), int(rows[row])
-        return Found(choice=self.factors.strategies(chosen), bound=bound)
+        return Enclosure(choice=self.factors.strategies(chosen), bound=bound)
 
     def _extend(self, at: int) -> tuple[Indices, Indices]:
         """The partial answer that each new one extends, and the place chosen for the node at a place of the order."""
@@ -311,14 +311,14 @@ class Beam:
         return best
 
 
-def eliminate(factors: Factors, upper: float = math.inf) -> Found:
+def eliminate(factors: Factors, upper: float = math.inf) -> Enclosure:
     """The proven optimum of a problem by exact tables, whatever their size; None if it is not below `upper`."""
     tables = MiniBuckets(factors.factors, factors.order.nodes, math.inf)
     result = Beam(factors, tables, min(upper, factors.beyond), width=1).run()
-    return Found(choice=result.choice, bound=min(tables.bound, upper))
+    return Enclosure(choice=result.choice, bound=min(tables.bound, upper))
 
 
-def enclose(factors: Factors, upper: float, gap: float) -> Found:
+def enclose(factors: Factors, upper: float, gap: float) -> Enclosure:
     """An answer below `upper` seconds, if one is found, and a bound; it ends once they are `_CLOSE`, or gains nothing.
 
     Where the bound of small tables leaves a gap that exact ones can afford to close, the answer is the optimum.
@@ -344,4 +344,4 @@ def enclose(factors: Factors, upper: float, gap: float) -> Found:
         if meet(upper, bound, max(gap, _CLOSE)) or (upper, bound) == (upper_before, bound_before):
             break
         bound_before = bound
-    return Found(choice=best, bound=bound)
+    return Enclosure(choice=best, bound=bound)

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from passes.solver.problem import Edge, ShardingProblem, Sums
+from passes.solver.problem import Edge, Floats, Indices, ShardingProblem, Sums
 from passes.solver.sums import Reduced
 
-Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
 Prices = tuple[Floats, Floats]
 """Seconds of the rows and of the columns of an edge."""
 

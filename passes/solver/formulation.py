@@ -18,8 +18,8 @@ or 1. One of the rows of an edge follows from the others, and is left out.
 
 A group pays the mean of its readers' e until `_share` makes it pay the maximum. There w is stated as what it has beyond
 the mean, which leaves the costs of e as they were: where the relaxation ended before is where it goes on. It begins at
-prices near its optimum (passes/solver/dual_ascent.py), or, where other budgets of the same strategies were asked for
-before, where that relaxation ended (`Bases`).
+prices near its optimum (passes/solver/starting_prices.py), or, where other budgets of the same strategies were asked
+for before, where that relaxation ended (`Bases`).
 
 Reshardings are shortest paths, so a pair (i, j) that a third placement lies between needs no variable: the first two
 rows of a placement become one balance, what is made or arrives there equals what is read or goes on (transshipment).
@@ -44,22 +44,18 @@ import numpy as np
 
 from passes.solver import pulp_solver
 from passes.solver.budget_rows import BudgetRows
-from passes.solver.dual_ascent import Messages, Way
 from passes.solver.edge_flows import Flow, Shapes, flows
 from passes.solver.factors import Prices
-from passes.solver.linear_program import Bases, Basis, Floats, Indices, LinearProgram, Outcome
-from passes.solver.problem import ShardingProblem
+from passes.solver.linear_program import Bases, Basis, LinearProgram, Outcome
+from passes.solver.problem import Floats, Indices, ShardingProblem
+from passes.solver.starting_prices import StartingPrices, starting_prices
 from passes.solver.sum_rows import add_sum
 
 _TOLERANCE = 1e-6
 """Readers that differ by less agree: ten times what HiGHS keeps rows to by default."""
 
-_PASSES = 4
 _LARGE = 10_000
-"""Columns from which finding prices takes less time than it saves, and how many passes find them."""
-
-_RISES = 0.1
-"""Where it may end the search, passes go on while they raise the bound by this share."""
+"""Columns from which finding prices to start at takes less time than it saves."""
 
 _BEYOND = 1.05
 """Bounds that end a relaxation are found a little beyond what is enough, where they may be so for other problems."""
@@ -85,7 +81,7 @@ class _Cells:
     readers: Indices
 
     @classmethod
-    def of(cls, flows: Sequence[Flow], whole: bool) -> _Cells:
+    def of(cls, flows: Sequence[Flow], *, whole: bool) -> _Cells:
         """The cells of a group; of a `whole` program without those of sums, whose reductions are columns."""
         count = max(flow.edge.seconds.shape[0] for flow in flows)
         numbers = [flow.shape.before + count * flow.shape.names[flow.shape.after] for flow in flows]
@@ -118,8 +114,8 @@ class StrategyProgram:
     A `whole` one asks for whole strategies and whole reshardings: groups share pairs of placements, not legs of a way.
     A `least_memory` one seeks the fewest bytes beyond its budgets, or furthest below them, whatever that costs.
 
-    A relaxation ends where it cannot take less than `cutoff` seconds. `least_seconds` is a bound that is there before.
-    What no answer goes below is `bound` once a whole program was solved, however far that came.
+    A relaxation begins at the prices of its `start`, if there are any, and ends where it cannot take less than `cutoff`
+    seconds. What no answer goes below is `bound` once a whole program was solved, however far that came.
     """
 
     def __init__(
@@ -133,20 +129,19 @@ class StrategyProgram:
         self.allowed = [np.flatnonzero(is_finite) for is_finite in finite]
         self.strategies = self._one_strategy()
         self.groups = flows(problem, finite, self.strategies, self.arrays, whole=whole)
-        self.cells = {group: _Cells.of(flows, whole) for group, flows in self.groups.items() if len(flows) > 1}
+        self.cells = {group: _Cells.of(flows, whole=whole) for group, flows in self.groups.items() if len(flows) > 1}
         self.shared: dict[int, list[tuple[Indices, Floats]]] = {}
         for group in self.cells if whole else ():
             self._share(group)
             self._reduce(group)
         self.most = self.arrays.add_columns(1, np.inf) if least_memory else None
-        self.prices, self.least_seconds = np.zeros(0), 0.0
-        self.costs = [
-            node_seconds[allowed] for node_seconds, allowed in zip(problem.seconds, self.allowed, strict=True)
-        ]
+        costs = tuple(seconds[allowed] for seconds, allowed in zip(problem.seconds, self.allowed, strict=True))
+        self.start = StartingPrices(of_rows=np.zeros(0), costs=costs)
         if self.arrays.columns > _LARGE and not whole and not least_memory:
-            self._price()
+            groups = list(self.groups.values())
+            self.start = starting_prices(costs, groups, self.one_rows, self.arrays.rows, cutoff)
         if problem.budgets and not whole and not least_memory:
-            self.arrays.begins(problem.memory.kept(Bases), np.concatenate(finite).tobytes())
+            self.arrays.begins(problem.cache.kept(Bases), np.concatenate(finite).tobytes())
         self.budgets = BudgetRows(problem, self.arrays, self.allowed, self.strategies, self.most)
         self.objective, self.bound = np.inf, -np.inf
         self.values: Floats = np.zeros(0)
@@ -192,34 +187,6 @@ class StrategyProgram:
             self._share(group)
         return bool(groups)
 
-    def _price(self) -> None:
-        """Computes the value of each row near the relaxation's optimum; the row that an edge lacks has none.
-
-        What is left of the costs of strategies at these prices, the least of every node, adds up to a bound.
-        """
-        given = self.costs
-        flows = [(flow, len(flows)) for flows in self.groups.values() for flow in flows]
-        messages = Messages(given, [_way(flow, readers) for flow, readers in flows])
-        while True:
-            messages.run(_PASSES)
-            worth, costs, bound_before = np.zeros(self.arrays.rows), list(given), self.least_seconds
-            for (flow, _), (making, reading) in zip(flows, messages.prices(), strict=True):
-                placed, at = flow.shape.placed, np.concatenate([making, reading])
-                at -= at[np.argmin(placed)]
-                worth[flow.row + placed[placed >= 0]] = at[placed >= 0]
-                making, reading = at[: making.size], at[making.size :]
-                costs[flow.edge.source] = costs[flow.edge.source] + making[flow.shape.made]
-                costs[flow.edge.target] = costs[flow.edge.target] - reading[flow.shape.read]
-            worth[self.one_rows] = [node_costs.min() for node_costs in costs]
-            self.prices, self.costs = worth * _MICROSECONDS, costs
-            self.least_seconds = float(worth[self.one_rows].sum())
-            if (
-                np.isinf(self.cutoff)
-                or self.least_seconds >= self.cutoff
-                or self.least_seconds < (1 + _RISES) * bound_before
-            ):
-                return
-
     def _cost(self) -> Floats:
         cost = np.zeros(self.arrays.columns)
         if self.most is not None:
@@ -238,7 +205,7 @@ class StrategyProgram:
     def run(self, *, gap: float, seconds: float | None = None) -> str:
         """The status of a solve, `optimal` or the solver's own word; `objective` is in seconds, or budgets."""
         cutoff = _BEYOND * self.cutoff * _MICROSECONDS if self.most is None else np.inf
-        prices = self.prices
+        prices = self.start.of_rows * _MICROSECONDS
         outcome = self.arrays.minimise(
             self._cost(), self._integral(), gap=gap, seconds=seconds, prices=prices, cutoff=cutoff
         )
@@ -267,8 +234,8 @@ class StrategyProgram:
 
     def edge_prices(self) -> list[Prices]:
         """Seconds that each edge's rows and columns are worth by the last relaxation, in the order of the problem."""
-        duals = (self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)) / _MICROSECONDS
-        taken, shapes = self.budgets.of_copies(duals), self.problem.memory.kept(Shapes)
+        duals = self._row_prices()
+        taken, shapes = self.budgets.of_copies(duals), self.problem.cache.kept(Shapes)
         prices_of: dict[int, Prices] = {}
         for flow in (flow for group_flows in self.groups.values() for flow in group_flows):
             edge, shape = flow.edge, flow.shape
@@ -282,10 +249,19 @@ class StrategyProgram:
 
     def budget_prices(self) -> list[float]:
         """Seconds that the whole of each budget is worth by the last relaxation."""
-        duals = self.duals if self.duals.size else _padded(self.prices, self.arrays.rows)
-        return [max(0.0, -float(duals[row])) / _MICROSECONDS for row in self.budgets.rows]
+        duals = self._row_prices()
+        return [max(0.0, -float(duals[row])) for row in self.budgets.rows]
+
+    def _row_prices(self) -> Floats:
+        """Seconds that rows are worth [rows] by the last relaxation, or at its start if it was not solved."""
+        duals = self.duals
+        if not duals.size:
+            start = self.start.of_rows * _MICROSECONDS
+            duals = np.concatenate([start, np.zeros(self.arrays.rows - start.size)])
+        return duals / _MICROSECONDS
 
     def has_values(self) -> bool:
+        """Whether the last solve gave each column a value."""
         return self.values.size > 0
 
     def choice(self) -> tuple[int, ...]:
@@ -305,20 +281,11 @@ class StrategyProgram:
     def guess(self) -> tuple[int, ...]:
         """The strategy with the least cost at every node, at prices if there are any."""
         return tuple(
-            int(allowed[np.argmin(node_costs)]) for allowed, node_costs in zip(self.allowed, self.costs, strict=True)
+            int(allowed[np.argmin(node_costs)])
+            for allowed, node_costs in zip(self.allowed, self.start.costs, strict=True)
         )
 
     @property
     def is_priced(self) -> bool:
-        return self.prices.size > 0
-
-
-def _padded(prices: Floats, rows: int) -> Floats:
-    return np.concatenate([prices, np.zeros(rows - prices.size)])
-
-
-def _way(flow: Flow, readers: int) -> Way:
-    """A flow as prices know it, each of a group's `readers` paying its part."""
-    edge, shape = flow.edge, flow.shape
-    seconds = edge.weight * shape.matrix / readers
-    return Way(source=edge.source, target=edge.target, made=shape.made, read=shape.read, seconds=seconds)
+        """Whether its relaxation has prices to start at."""
+        return self.start.of_rows.size > 0

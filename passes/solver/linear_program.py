@@ -21,9 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.errors import InternalError
-
-Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
+from passes.solver.problem import Floats, Indices
 
 _ITERATIONS = 200_000
 _NODES = 200

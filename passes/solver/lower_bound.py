@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.solver.dual_ascent import Messages, Way
+from passes.solver.dual_ascent import Messages, PricedEdge
 from passes.solver.edge_flows import Shapes
 from passes.solver.factors import Prices
 from passes.solver.problem import ROUNDING, Edge, Floats, Indices, ShardingProblem, paid
@@ -57,7 +57,7 @@ class Bound:
             spare = upper - self.seconds + reduced.min()
             strategy_seconds.append(np.where(reduced <= spare + abs(upper) * ROUNDING, node_seconds, np.inf))
         return ShardingProblem(
-            seconds=tuple(strategy_seconds), edges=problem.edges, budgets=problem.budgets, memory=problem.memory
+            seconds=tuple(strategy_seconds), edges=problem.edges, budgets=problem.budgets, cache=problem.cache
         )
 
 
@@ -115,7 +115,8 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
     """
     places = {node: at for at, node in enumerate(sorted(nodes))}
     ends, allowed = _Ends(), [np.flatnonzero(np.isfinite(problem.seconds[node])) for node in places]
-    groups, ways, edges = _Groups(problem, bound.budget_prices), list[Way](), list[tuple[Edge, Indices, Indices]]()
+    groups, priced_edges = _Groups(problem, bound.budget_prices), list[PricedEdge]()
+    edges: list[tuple[Edge, Indices, Indices]] = []
     changed: dict[int, Sequence[Edge]] = {}
     for group, readers in problem.groups.items():
         if not any(edge.source in places and edge.target in places for edge in readers):
@@ -128,11 +129,11 @@ def raised(problem: ShardingProblem, bound: Bound, nodes: Collection[int], passe
             rows, written = ends.of(edge.before, allowed[source])
             columns, read = ends.of(edge.after, allowed[target])
             remaining = groups.remaining(seconds, bound.prices[id(edge)], rows, columns)
-            ways.append(Way(source=source, target=target, made=written, read=read, seconds=remaining))
+            priced_edges.append(PricedEdge(source=source, target=target, made=written, read=read, seconds=remaining))
             edges.append((edge, rows, columns))
     messages = Messages(
         [bound.reduced[node][node_allowed] for node, node_allowed in zip(places, allowed, strict=True)],
-        ways,
+        priced_edges,
     )
     messages.run(passes)
     prices, reduced = dict(bound.prices), list(bound.reduced)
@@ -199,7 +200,7 @@ class _Groups:
     """The costs of groups beyond what the prices charge their readers."""
 
     def __init__(self, problem: ShardingProblem, budget_prices: Sequence[float]) -> None:
-        self.shapes = problem.memory.kept(Shapes)
+        self.shapes = problem.cache.kept(Shapes)
         self.budgets = [
             (price, budget) for price, budget in zip(budget_prices, problem.budgets, strict=True) if price > 0
         ]

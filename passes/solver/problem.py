@@ -101,8 +101,8 @@ class Budget:
     limit: float
 
 
-class Memory:
-    """A cache for programs of problems that share their arrays, such as those of one mesh."""
+class Cache:
+    """Values that are made once for problems that share their arrays, such as those of one mesh."""
 
     def __init__(self) -> None:
         self._kept: dict[object, object] = {}
@@ -119,13 +119,14 @@ class ShardingProblem:
     """Nodes with the seconds of their strategies (infinite: not allowed), the edges between them, and budgets.
 
     `kinds` says in words what each node is: nodes of different kinds are never merged, even where their costs agree.
+    `cache` has what solvers make of arrays that several problems share.
     """
 
     seconds: tuple[Floats, ...]
     edges: tuple[Edge, ...]
     kinds: tuple[str, ...] = ()
     budgets: tuple[Budget, ...] = field(default=())
-    memory: Memory = field(default_factory=Memory, repr=False)
+    cache: Cache = field(default_factory=Cache, repr=False)
 
     @cached_property
     def groups(self) -> Mapping[int, Sequence[Edge]]:

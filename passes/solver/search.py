@@ -151,7 +151,7 @@ class Search:
         self.clock.go_on()
         self.cutoff = cutoff
         if self.options.solver is not None:
-            self.ask(self.options.solver)
+            self.solve_whole(self.options.solver)
         else:
             self.relax()
             if close and cutoff > self.closed_below:
@@ -190,7 +190,7 @@ class Search:
                 break
             self.is_relaxed = self.relaxations >= _RELAXATIONS
             if status == CUTOFF:
-                self._lift(program)
+                self._take_bound(program)
                 program.cutoff = np.inf
                 self._offer_merged(program.guess())
                 continue
@@ -198,8 +198,8 @@ class Search:
             self.is_relaxed |= tight or not program.share_where_readers_disagree()
             enough = min((1 - self.options.gap) * self.objective, self.cutoff)
             if self.is_relaxed or program.objective >= (1 - GAP) * enough:  # no prices prove more than its optimum
-                self._lift(program)
-        self._raise(_NEAR)
+                self._take_bound(program)
+        self._raise_bound(_NEAR)
 
     def _merged_program(self) -> StrategyProgram:
         """The program of the merged problem; if a rough answer will do, that of its first prices is taken."""
@@ -208,12 +208,12 @@ class Search:
         self.merged = merged = merge_equal_nodes(self.problem, radius, parts)
         self.program = program = StrategyProgram(merged.problem, cutoff=self.cutoff)
         self.clock.built()
-        if program.is_priced and (program.least_seconds >= self.cutoff or self.options.gap >= _GUESSED):
+        if program.is_priced and (program.start.least_seconds >= self.cutoff or self.options.gap >= _GUESSED):
             self._offer_merged(program.guess())
-            self._lift(program)
+            self._take_bound(program)
         return program
 
-    def _raise(self, radii: Sequence[int]) -> None:
+    def _raise_bound(self, radii: Sequence[int]) -> None:
         """Raises the bound where it is loose, and ever further around while that gains."""
         for hops in radii:
             for _ in range(_RAISES):
@@ -235,7 +235,7 @@ class Search:
         self.offer([candidate[cls] for cls in self.merged.classes], improved=True)
         return self.merged.problem.evaluate(candidate) if self.merged.problem.fits(candidate) else math.inf
 
-    def _lift(self, program: StrategyProgram) -> None:
+    def _take_bound(self, program: StrategyProgram) -> None:
         """Takes the bound at the prices of a program of the merged problem if it is better."""
         assert self.merged is not None
         candidate = lifted(self.problem, self.merged, program.edge_prices(), program.budget_prices())
@@ -244,7 +244,7 @@ class Search:
 
     def close(self) -> None:
         """Reduces the gap between answer and bound, whichever of them causes it."""
-        self._raise(_FAR)
+        self._raise_bound(_FAR)
         if self.problem.budgets and not self._is_near():
             self.branch()
         if self.problem.budgets or self._is_near():
@@ -292,7 +292,7 @@ class Search:
             raise _impossible(self.problem)
         self.bound = max(self.bound, branching.bound)
 
-    def ask(self, solver: str) -> None:
+    def solve_whole(self, solver: str) -> None:
         """Solves the whole integer program by a solver of PuLP."""
         self.problem = without_dominated(self.whole)
         program = StrategyProgram(self.problem, whole=True)

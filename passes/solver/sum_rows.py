@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.solver.edge_flows import Flow
-from passes.solver.linear_program import Floats, Indices, LinearProgram
-from passes.solver.problem import Sums
+from passes.solver.linear_program import LinearProgram
+from passes.solver.problem import Floats, Indices, Sums
 
 
 def add_sum(

@@ -74,7 +74,7 @@ def merge_equal_nodes(problem: ShardingProblem, radius: int | None, parts: int =
         for (source, target, _), edge in edges.items()
     )
     budgets = tuple(_merged_budget(budget, classes, places) for budget in problem.budgets)
-    smaller = ShardingProblem(seconds=tuple(seconds), edges=merged, budgets=budgets, memory=problem.memory)
+    smaller = ShardingProblem(seconds=tuple(seconds), edges=merged, budgets=budgets, cache=problem.cache)
     return MergedProblem(problem=smaller, classes=classes, edges=mapped, alike=alike)
 
 

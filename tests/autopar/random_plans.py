@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar import Planned
-from passes.intra_op import best, named
+from passes.intra_op import MeshProblems, cheapest_plan, named
 from passes.solver import SolverOptions
 
 
@@ -30,4 +30,4 @@ class Dice:
             return replace(assembly, problem=replace(assembly.problem, seconds=priced, edges=edges))
 
         solver, mesh = SolverOptions(tie_radius=None), named(cluster, *zip("xyz", self.sizes, strict=False))
-        return Planned.of(best("dice", step, [mesh], solver, roll), step)
+        return Planned.of(cheapest_plan("dice", MeshProblems(step=step, restrict=roll), [mesh], solver), step)

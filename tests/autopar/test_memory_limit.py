@@ -19,6 +19,7 @@ from autopar.frontend import trace
 from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op import MeshProblems, MeshSearch, by_hand, cheapest_variant, memory_limit, named, restrictions
+from passes.limits import Limits
 from passes.solver import SolverOptions, solve
 from passes.step import Step
 from tests.autopar.rewrite.test_microbatch import assert_close
@@ -134,16 +135,18 @@ def test_nothing_is_solved_within_a_limit_that_is_seen_to_be_out_of_reach(monkey
     state, batch = wide()
     traced = trace(momentum_step, (state, batch), {}, donate_argnums=(0,))
     problems = MeshProblems(step=Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated))
-    search = MeshSearch(planner="auto", problems=problems, options=SolverOptions(), textbook=restrictions.textbook)
+    search = MeshSearch(
+        planner="auto", problems=problems, options=SolverOptions(), hand_made=restrictions.hand_made_plans
+    )
     search.over([named(parse_cluster("8:h100"), ("x", 8))])
     least = search.least_memory().peak_nbytes
     asked: list[object] = []
     for module in (by_hand, memory_limit):
         monkeypatch.setattr(module, "solve", lambda *given, **options: asked.append(given) or solve(*given, **options))
     with pytest.raises(OverBudgetError):
-        search.cheapest_within(least / 4)
+        search.cheapest_within(Limits.equal(least / 4))
     assert not asked
-    assert search.cheapest_within(least).peak_nbytes <= least
+    assert search.cheapest_within(Limits.equal(least)).peak_nbytes <= least
     assert asked
 
 

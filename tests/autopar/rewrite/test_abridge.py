@@ -19,7 +19,8 @@ from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES, Submesh
 from passes.intra_op import layouts
 from passes.layers import SAMPLE_BLOCKS, blocks, in_blocks, sample_graph
-from passes.pipeline import Limits, Sample, SearchOptions, StagedSearch, body_of, prefetch
+from passes.limits import Limits
+from passes.pipeline import Sample, SearchOptions, StagedSearch, body_of, prefetch
 from passes.pipeline import search as staged
 from passes.pipeline.drafting import Drafting
 from passes.pipeline.samples import finest, sampled
@@ -109,7 +110,7 @@ def searching(traced, samples, layers, limit=1e15):
         cluster=CLUSTER,
         stages=4,
         schedules=tuple(SCHEDULES),
-        limits=Limits(searched=limit, by_hand=limit),
+        limits=Limits.equal(limit),
         solver=SolverOptions(),
         meshes=lambda n: layouts(CLUSTER, n, 2),
     )

@@ -18,7 +18,7 @@ from autopar.rewrite import microbatched
 from models import gpt
 from passes import inter_op
 from passes.cluster import Mesh, parse_cluster
-from passes.intra_op import assemble, best, layouts
+from passes.intra_op import MeshProblems, assemble, cheapest_plan, layouts
 from passes.layers import in_blocks
 from passes.pipeline import Sample, block_solver, body_of
 from passes.pipeline.assemble import layout_cost, restated
@@ -299,7 +299,7 @@ def test_a_chain_of_blocks_costs_what_its_blocks_do():
     run = stages.cut(graphs[4], (0, begins[first], begins[first + count]), traced.state_pairs).parts[1]
     for mesh in layouts(MESH.cluster, 4, 2):
         state_pairs = stages.state_pairs_of(run, graphs[4], traced.state_pairs)
-        plan = best("stage", Step(graph=run.graph, state_pairs=state_pairs), [mesh], EXACT)
+        plan = cheapest_plan("stage", MeshProblems(step=Step(graph=run.graph, state_pairs=state_pairs)), [mesh], EXACT)
         together, one = (
             layout_cost(run, plan.layout, plan.mesh, plan.phases),
             table.block_costs.price(blocks[first], mesh),
@@ -323,7 +323,7 @@ def test_the_plan_of_a_stage_is_restated_for_an_equal_one():
     for part in (first, second):
         state_pairs = stages.state_pairs_of(part, graph, traced.state_pairs)
         step = Step(graph=part.graph, state_pairs=state_pairs)
-        plans.append(best("stage", step, layouts(MESH.cluster, 4, 2), SolverOptions()))
+        plans.append(cheapest_plan("stage", MeshProblems(step=step), layouts(MESH.cluster, 4, 2), SolverOptions()))
     state_pairs = stages.state_pairs_of(second, graph, traced.state_pairs)
     elsewhere = replace(first.graph, nodes=tuple(replace(node, source="") for node in first.graph.nodes))
     for planned in (first.graph, elsewhere):

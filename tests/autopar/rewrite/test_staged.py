@@ -17,7 +17,8 @@ from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError
 from passes.inter_op import SCHEDULES, is_chunked
 from passes.intra_op import layouts
-from passes.pipeline import Limits, SearchOptions, StagedSearch, layers_of, samples_of
+from passes.limits import Limits
+from passes.pipeline import SearchOptions, StagedSearch, layers_of, samples_of
 from passes.pipeline.draft_space import MOST_PLANNED_NODES
 from passes.pipeline.drafting import MOST_UNFIT
 from passes.pipeline.drafts import DraftSearch
@@ -155,7 +156,7 @@ def searched(loss: Callable[..., Any], args: Any, devices: str, limit: float = 1
         cluster=cluster,
         stages=8,
         schedules=tuple(SCHEDULES),
-        limits=Limits(searched=limit, by_hand=limit),
+        limits=Limits.equal(limit),
         solver=SolverOptions(),
         meshes=lambda n: layouts(cluster, n, 2),
     )
@@ -207,7 +208,7 @@ def test_stages_that_need_too_much_are_planned_again_within_less(monkeypatch: py
     monkeypatch.setattr(StagePlans, "plan", noted)
     fastest = search.run()
     assert fastest is not None
-    search.plans.limits = Limits(searched=0.95 * fastest.peak_nbytes, by_hand=0.95 * fastest.peak_nbytes)
+    search.plans.limits = Limits.equal(0.95 * fastest.peak_nbytes)
     within, over = [
         plan_of(search.plans, drafts[0])
         for tightened in (2, 0)

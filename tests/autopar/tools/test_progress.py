@@ -23,6 +23,7 @@ from autopar.tools.cli import main
 from passes.errors import OverBudgetError
 from passes.intra_op import VariantTrials, cheapest_variant
 from passes.ir import Graph
+from passes.limits import Limits
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.shapes import Draft
 from passes.plan import Plan
@@ -96,7 +97,6 @@ class Searched:
     is_pressed: bool = False
     least_seconds: float = 0.1
     operators: int = 1
-    floor_nbytes: float = 0.0
     lowest_nbytes: int = 15
     expected_nbytes: float = 15.0
     infeasible: tuple[object, ...] = ()
@@ -125,13 +125,13 @@ class Searched:
         self.context.report(Progress(phase="solve", done=0, total=1, best_seconds=0.5))
         return self.plan(20)
 
-    def cheapest_within(self, limit: float, worth: float) -> Plan:
+    def cheapest_within(self, limits: Limits, worth: float) -> Plan:
         self.context.report(Progress(phase="fit", done=0, total=1))
         if not self.can_fit:
             raise OverBudgetError("none fits", least_memory_plan=self.plan(15))
         return self.plan(10)
 
-    def closer(self, *limits: float) -> Plan:
+    def closer(self, *given: object) -> Plan:
         """The plan that fits is the best there is."""
         return self.plan(10)
 
@@ -148,7 +148,7 @@ def varied(
     most: int = 99,
     least: Callable[[int], float] = lambda place: 0.1,
 ) -> VariantTrials:
-    """A search among forms: those planned at places of `fitting` fit in so many seconds, none in less than `least`."""
+    """A search of variants: those planned at places of `fitting` fit in so many seconds, none in less than `least`."""
     places = itertools.count()
 
     def search(step: Step, offload: bool, most_nbytes: float, context: SearchContext) -> Any:
@@ -157,7 +157,7 @@ def varied(
 
     return VariantTrials(
         step=Empty(graph=GRAPH),
-        limit=12,
+        limits=Limits.equal(12),
         most=most,
         search=search,
         context=SearchContext(report=report, deadline=Deadline(seconds), interruptible=interruptible),
@@ -298,14 +298,14 @@ def test_a_search_among_forms_without_one_that_fits_has_none():
 
 
 @pytest.mark.parametrize("fits", [False, True])
-def test_a_form_whose_own_search_was_interrupted_is_the_last(fits: bool):
+def test_a_variant_whose_own_search_was_interrupted_is_the_last(fits: bool):
     searches = [{"can_fit": True}, {"can_fit": fits, "is_pressed": True}]
 
     def search(step: Step, offload: bool, most_nbytes: float, context: SearchContext) -> Any:
         return Searched(context=context, seconds=1.0 - 0.1 * len(searches), **searches.pop(0))
 
-    context = SearchContext(interruptible=True)
-    found = cheapest_variant(VariantTrials(step=Empty(graph=GRAPH), limit=12, search=search, context=context))
+    context, limits = SearchContext(interruptible=True), Limits.equal(12)
+    found = cheapest_variant(VariantTrials(step=Empty(graph=GRAPH), limits=limits, search=search, context=context))
     assert found.solution.status == "interrupted"
     assert not searches
     assert not found.remat  # an answer that needs more than the limit is not fitted any more

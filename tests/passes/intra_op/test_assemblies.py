@@ -216,7 +216,7 @@ def test_most_is_live_where_the_gradient_is_made_beside_what_it_is_made_of() -> 
 
 def test_of_a_mesh_s_memory_offloading_leaves_buffers_and_only_as_much_is_offloaded_as_the_limit_takes() -> None:
     problems = MeshProblems(step=Step(graph=GRAPH, state_pairs=STATE), offload=True)
-    solved = Solved.unsolved(problems.assembled(MESH, False))
+    solved = Solved.unsolved(problems.assembled(MESH, regather=False))
     needed = problems.peak(solved, solved.answer.choice).nbytes
     assert problems.lowest_nbytes == needed
     roomy, tight = (MeshMemory(problems=problems, solved=solved, limit=limit) for limit in (needed, needed / 2))

@@ -12,6 +12,7 @@ import pytest
 from autopar.frontend import trace
 from passes.cluster import parse_cluster
 from passes.intra_op import MeshProblems, MeshSearch, named, proving, restrictions
+from passes.limits import Limits
 from passes.solver import SolverOptions
 from passes.step import Step
 
@@ -31,28 +32,30 @@ def step(weights: Any, moments: Any, x: jax.Array) -> Any:
     return jax.tree.map(lambda w, m: w - 1e-3 * m, weights, moments), moments
 
 
-def searched(share: float) -> tuple[MeshSearch, float]:
-    """A search on two meshes that found a plan within a share of what the one without a limit needs; and the limit."""
+def searched(share: float) -> tuple[MeshSearch, Limits]:
+    """A search on two meshes that found a plan within a share of what the one without a limit needs; and the limits."""
     weights = [(jax.ShapeDtypeStruct((256, 512), "float32"), jax.ShapeDtypeStruct((512, 256), "float32"))] * 2
     args = weights, weights, jax.ShapeDtypeStruct((128, 256), "float32")
     traced = trace(step, args, {}, donate_argnums=(0, 1))
     problems = MeshProblems(step=Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated))
-    search = MeshSearch(planner="auto", problems=problems, options=SolverOptions(), textbook=restrictions.textbook)
+    search = MeshSearch(
+        planner="auto", problems=problems, options=SolverOptions(), hand_made=restrictions.hand_made_plans
+    )
     cluster = parse_cluster("8:a100-80g")
     search.over([named(cluster, ("x", 8)), named(cluster, ("x", 2), ("y", 4))])
-    limit = share * search.cheapest.peak_nbytes
-    assert search.cheapest_within(limit)
-    return search, limit
+    limits = Limits.equal(share * search.cheapest.peak_nbytes)
+    assert search.cheapest_within(limits)
+    return search, limits
 
 
 @pytest.mark.parametrize("share", [SHARE, 1.0])
 def test_what_is_nearer_keeps_the_limit_and_takes_no_longer(share: float):
-    search, limit = searched(share)
-    first = search.cheapest_within(limit)
-    nearer = search.closer(limit)
+    search, limits = searched(share)
+    first = search.cheapest_within(limits)
+    nearer = search.closer(limits)
     assert first
     assert nearer
-    assert nearer.peak_nbytes <= limit
+    assert nearer.peak_nbytes <= limits.searched
     assert nearer.step_seconds <= first.step_seconds
     assert first.solution.bound <= nearer.solution.bound <= nearer.step_seconds
     if share == 1.0:  # where the plan without a limit fits, it is that, to the end
@@ -61,18 +64,18 @@ def test_what_is_nearer_keeps_the_limit_and_takes_no_longer(share: float):
 
 
 def test_no_more_is_proven_than_is_enough():
-    search, limit = searched(SHARE)
-    most = search.closer(limit)
+    search, limits = searched(SHARE)
+    most = search.closer(limits)
     assert most
     enough = 0.5 * most.solution.bound
-    less = search.closer(limit, enough=enough)
+    less = search.closer(limits, enough=enough)
     assert less
     assert less.solution.bound <= enough
 
 
 def test_nothing_is_looked_for_that_takes_longer_than_is_known(monkeypatch: pytest.MonkeyPatch):
-    search, limit = searched(SHARE)
-    first = search.cheapest_within(limit)
+    search, limits = searched(SHARE)
+    first = search.cheapest_within(limits)
     assert first
     cutoffs: list[float] = []
     of_filled = proving.filled
@@ -82,7 +85,7 @@ def test_nothing_is_looked_for_that_takes_longer_than_is_known(monkeypatch: pyte
         return of_filled(fitted, memory, options, cutoff, **given)
 
     monkeypatch.setattr(proving, "filled", filled)
-    known = search.closer(limit, cutoff=0.9 * first.step_seconds)
+    known = search.closer(limits, cutoff=0.9 * first.step_seconds)
     assert cutoffs == [0.9 * first.step_seconds]
     assert known
     assert known.step_seconds <= first.step_seconds

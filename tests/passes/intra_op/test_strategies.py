@@ -76,7 +76,7 @@ def test_a_walk_cuts_every_member_that_has_the_class():
     signature = Signature(
         axes=("x",),
         options=(0, 1),
-        forms=(SizelessRule(rule=rule, grows=()),),
+        rules=(SizelessRule(rule=rule, grows=()),),
         operands=((("out", 0), ("out", 1)),),
         makes=((0,),),
         visible=(0,),

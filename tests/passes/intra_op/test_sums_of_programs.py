@@ -4,7 +4,7 @@ import numpy as np
 
 from passes.cluster import Mesh, parse_cluster
 from passes.intra_op import assemble
-from passes.intra_op.matrices import Common
+from passes.intra_op.matrices import SharedTables
 from passes.intra_op.reductions import Read
 from passes.ir import Graph, Node, TensorType
 from passes.placement import group
@@ -54,12 +54,12 @@ def test_a_loop_or_a_body_reads_where_it_is_and_a_group_where_its_first_member_i
 
 def test_halves_of_a_matrix_are_what_sums_and_what_all_else_pay():
     resharder, type = Resharder(MESH), TensorType(shape=(8, 32), dtype="float32")
-    common = Common(resharder)
+    shared = SharedTables(resharder)
     before, after = (
-        common.interned(tuple(parse_spec(spec) for spec in specs))
+        shared.interned(tuple(parse_spec(spec) for spec in specs))
         for specs in (("[-, -] add@x", "[x, -]", "[-, y]", "[x, -]"), ("[-, -]", "[x, -]"))
     )
-    whole, halves = common.matrix(type, before, after, None), common.halves(type, before, after, None)
+    whole, halves = shared.matrix(type, before, after, None), shared.halves(type, before, after, None)
     paid = [half.seconds[np.ix_(half.before, half.after)] for half in halves]
     expected = [[resharder.cost(type, spec, other) for other in after] for spec in before]
     assert np.array_equal(whole.seconds[np.ix_(whole.before, whole.after)], expected)
@@ -67,4 +67,4 @@ def test_halves_of_a_matrix_are_what_sums_and_what_all_else_pay():
     assert paid[0][0].min() > 0
     assert not paid[0][1:].any()
     assert not paid[1][0].any()
-    assert common.matrix(type, before, after, None) is whole
+    assert shared.matrix(type, before, after, None) is whole

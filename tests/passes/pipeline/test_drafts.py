@@ -20,9 +20,10 @@ from passes.inter_op import (
     splits_backward,
 )
 from passes.inter_op.schedules import in_flight
+from passes.limits import Limits
 from passes.pipeline.draft_prices import least_seconds
 from passes.pipeline.search import StagedSearch
-from passes.pipeline.shapes import Draft, Limits, Shape
+from passes.pipeline.shapes import Draft, Shape
 from tests.sample import some
 
 
@@ -119,7 +120,7 @@ class Plans:
 def test_an_interrupted_search_takes_the_first_draft_that_can_be_planned() -> None:
     drafts = [drafted(microbatches=n, seconds=float(n), nbytes=9 if n == 2 else 1) for n in (3, 1, 2)]
     search = object.__new__(StagedSearch)
-    search.options = SimpleNamespace(limits=Limits(searched=5.0, by_hand=5.0))
+    search.options = SimpleNamespace(limits=Limits.equal(5.0))
     search.plans = Plans()
     plan = search._of_drafts_so_far(SimpleNamespace(drafts=drafts))
     assert plan is not None

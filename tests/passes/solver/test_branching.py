@@ -13,7 +13,7 @@ from passes.errors import OverBudgetError
 from passes.solver import Budget, NotCheaperError, ShardingProblem, SolverOptions, branching, solve
 from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.formulation import StrategyProgram
-from passes.solver.problem import Memory
+from passes.solver.problem import Cache
 from tests.passes.solver import test_intra_op, test_sums
 from tests.sample import half, slow, some
 
@@ -140,7 +140,7 @@ def test_a_relaxation_under_other_budgets_begins_where_the_last_one_ended(seed: 
     looser = (replace(budget, limit=1.1 * budget.limit) for budget in first.budgets)
     second = replace(first, budgets=(*looser, replace(first.budgets[0], copies={})))
     assert StrategyProgram(first).run(gap=0.0) == "optimal"
-    again, alone = StrategyProgram(second), StrategyProgram(replace(second, memory=Memory()))
+    again, alone = StrategyProgram(second), StrategyProgram(replace(second, cache=Cache()))
     assert [program.run(gap=0.0) for program in (again, alone)] == ["optimal", "optimal"]
     assert again.objective == pytest.approx(alone.objective, rel=1e-9)
     assert again.iterations < alone.iterations

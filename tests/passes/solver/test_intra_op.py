@@ -10,7 +10,7 @@ from passes.errors import OverBudgetError, PlanningError
 from passes.intra_op.memory_limit import seconds_within
 from passes.solver import Budget, Edge, ShardingProblem, SolverOptions, least_memory_choice, linear_program, solve
 from passes.solver import formulation as strategy_program
-from passes.solver.dual_ascent import Messages, Way
+from passes.solver.dual_ascent import Messages, PricedEdge
 from passes.solver.formulation import StrategyProgram
 from passes.solver.symmetry import merge_equal_nodes
 from tests.sample import some
@@ -361,12 +361,12 @@ def test_beginning_at_prices_changes_nothing(seed, monkeypatch):
     assert answer.bound <= best * (1 + 1e-9)
 
 
-def way_of(edge):
+def priced_edge_of(edge):
     """An edge between the placements that some strategy has."""
     rows, made = np.unique(edge.before, return_inverse=True)
     columns, read = np.unique(edge.after, return_inverse=True)
     seconds = edge.seconds[np.ix_(rows, columns)]
-    return Way(source=edge.source, target=edge.target, made=made, read=read, seconds=seconds)
+    return PricedEdge(source=edge.source, target=edge.target, made=made, read=read, seconds=seconds)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -375,12 +375,12 @@ def test_prices_are_a_bound(seed):
     problem = random_problem(np.random.default_rng(seed))
     edges = tuple(replace(edge, group=number) for number, edge in enumerate(problem.edges))
     best = brute_force(replace(problem, edges=edges))
-    ways = [way_of(edge) for edge in edges]
+    priced_edges = [priced_edge_of(edge) for edge in edges]
     costs = list(problem.seconds)
-    messages = Messages(costs, ways)
+    messages = Messages(costs, priced_edges)
     messages.run(8)
-    for way, (before, after) in zip(ways, messages.prices(), strict=True):
-        assert np.all(before[:, None] - after <= way.seconds + 1e-9)
-        costs[way.source] = costs[way.source] + before[way.made]
-        costs[way.target] = costs[way.target] - after[way.read]
+    for edge, (before, after) in zip(priced_edges, messages.prices(), strict=True):
+        assert np.all(before[:, None] - after <= edge.seconds + 1e-9)
+        costs[edge.source] = costs[edge.source] + before[edge.made]
+        costs[edge.target] = costs[edge.target] - after[edge.read]
     assert sum(own.min() for own in costs) <= best + 1e-9

@@ -11,10 +11,12 @@ from passes.solver import Budget, clock, solve
 from passes.solver.budget_rows import BudgetRows
 from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.edge_flows import direct
+from passes.solver.formulation import StrategyProgram
 from passes.solver.linear_program import LinearProgram
 from passes.solver.pulp_solver import minimise, solver_named
+from passes.solver.starting_prices import starting_prices
 from tests.passes.solver.test_branching import problem_of
-from tests.passes.solver.test_intra_op import random_problem
+from tests.passes.solver.test_intra_op import brute_force, random_problem
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -44,6 +46,18 @@ def test_no_single_step_within_the_budgets_betters_a_polished_answer(seed: int) 
             if problem.fits(step) and np.isfinite(problem.evaluate(step)):
                 assert problem.fits(polished)
                 assert problem.evaluate(polished) <= problem.evaluate(step) + 1e-15
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_starting_prices_bound_every_answer_and_the_longer_they_are_looked_for_the_better(seed: int) -> None:
+    problem = random_problem(np.random.default_rng(seed))
+    program = StrategyProgram(problem)
+    costs, groups = program.start.costs, list(program.groups.values())
+    first, longer = (
+        starting_prices(costs, groups, program.one_rows, program.arrays.rows, cutoff) for cutoff in (np.inf, 1e9)
+    )
+    assert first.least_seconds <= longer.least_seconds * (1 + 1e-9) + 1e-9
+    assert longer.least_seconds <= brute_force(problem) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(10))

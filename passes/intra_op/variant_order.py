@@ -1,4 +1,4 @@
-"""The variants of a step in one number of microbatches, and which of two variants computes more."""
+"""The order of a step's variants in one number of microbatches, by what they keep, and which of two computes more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from passes.step import Variant
 from passes.transforms import KEPT, Kept
 
 
-def forms(layers: int, count: int) -> tuple[Variant, ...]:
-    """The variants in this many microbatches, from the one that computes least to the one that keeps least."""
+def variants_in(layers: int, count: int) -> tuple[Variant, ...]:
+    """The variants of a step of `layers` in `count` microbatches, from what computes least to what keeps least."""
     kinds: Sequence[Kept] = KEPT if layers else KEPT[:1]
     return tuple(Variant(microbatches=count, kept=() if kind == KEPT[0] else (kind,) * layers) for kind in kinds)
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from passes.intra_op.forms import computes_more, forms
+from passes.intra_op.variant_order import computes_more, variants_in
 from passes.transforms import KEPT
 
 
 def test_layers_keep_less_and_less_alike():
-    kinds = forms(2, 4)
+    kinds = variants_in(2, 4)
     assert [variant.kept for variant in kinds] == [(), *((kind, kind) for kind in KEPT[1:])]
     assert {variant.count for variant in kinds} == {4}
 
 
 def test_without_layers_all_is_kept():
-    assert [variant.kept for variant in forms(0, 1)] == [()]
+    assert [variant.kept for variant in variants_in(0, 1)] == [()]
 
 
 def test_what_keeps_less_in_no_fewer_microbatches_computes_more_wherever_state_lies():
-    (everything, *_, least), more = forms(2, 2), forms(2, 4)
+    (everything, *_, least), more = variants_in(2, 2), variants_in(2, 4)
     assert computes_more(least, everything)
     assert not computes_more(everything, least)
     assert computes_more(more[0], everything)
