@@ -42,7 +42,7 @@ def port_placements(port: Port, resharder: Resharder) -> list[ShardingSpec]:
     full = full_placements(port.type, resharder)
     if port.whole:
         return full[:1]
-    if not (port.carry or port.stacked or port.branched) or not port.type.is_float:
+    if not (port.carry or port.stacked or port.branched) or not port.type.is_inexact:
         return full
     seconds = resharder.seconds(port.type)
     every = resharder.placements(port.type.rank)

@@ -74,8 +74,8 @@ class _DataParallel(StrategyFilter):
         return _on_batch(self.values, subproblem.first + group, strategy, self.axis)
 
     def keeps_input(self, value: int, spec: ShardingSpec) -> bool:
-        if value in self.values.batch:
-            return self.axis in spec.dims[self.values.batch[value]]
+        if value in self.values.rows:
+            return self.axis in spec.dims[self.values.rows[value]]
         return not _cut(spec, self.axis)
 
     def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
@@ -134,8 +134,8 @@ class _Zero(StrategyFilter):
         return is_off_batch or all(_on_batch(self.values, node, strategy, axis) for axis in axes)
 
     def keeps_input(self, value: int, spec: ShardingSpec) -> bool:
-        if value in self.values.batch:
-            return spec.dims[self.values.batch[value]] == self.mesh.axes
+        if value in self.values.rows:
+            return spec.dims[self.values.rows[value]] == self.mesh.axes
         return (self.root.number, value) in self.sharded or spec.is_replicated
 
     def keeps_stacked(self, value: Value, spec: ShardingSpec) -> bool:
@@ -238,9 +238,9 @@ class _Megatron(StrategyFilter):
         return cls not in self.values.batch_classes.get(node, ())
 
     def keeps_input(self, value: int, spec: ShardingSpec) -> bool:
-        batch = self.values.batch
-        if value in batch:
-            return (not self.data or self.data in spec.dims[batch[value]]) and not _cut(spec, self.tensor)
+        rows = self.values.rows
+        if value in rows:
+            return (not self.data or self.data in spec.dims[rows[value]]) and not _cut(spec, self.tensor)
         # Beside state, that is a gradient that another stage hands on.
         may_be_cut = self.state and value not in self.values.parameters
         if self.data and _cut(spec, self.data) and not may_be_cut:

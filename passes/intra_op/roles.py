@@ -13,7 +13,7 @@ from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
 from passes.intra_op.batch_reach import Classes, batch_reach
 from passes.ir import Graph, StatePairs, TensorType, control_of, phase
-from passes.layers import OTHERWISE, batch_inputs
+from passes.layers import OTHERWISE, batch_inputs, rows_along
 from passes.rules import rule_of
 from passes.transforms import loop_of, microbatch_stacks
 
@@ -29,6 +29,7 @@ class Roles:
     """The roles of values, and the dimensions of operators that belong to the batch.
 
     `batch` maps inputs to the dimension that the batch is on; if any come in microbatches, it has only those.
+    `rows` are those and state that has the batch's rows, such as what a recurrent network hands on to the next step.
     `parameters` are what the loss reads of the state, even if another stage updates it, and weights that nothing
     updates; `state` is the rest of what the step returns. `weights` maps parameters, and their slices inside loops, to
     the number of their own dimensions.
@@ -40,6 +41,7 @@ class Roles:
     """
 
     batch: Mapping[int, int]
+    rows: Mapping[int, int]
     parameters: frozenset[int]
     state: frozenset[int]
     weights: Mapping[Value, int]
@@ -66,7 +68,8 @@ def roles(
     else:
         at = batch_inputs(graph, assembly.state_pairs) if batch_at is None else batch_at
         batch = {graph.inputs[i]: int(_is_in_parts(graph, graph.inputs[i])) for i in at}
-    parameters = {value for value in returned if in_forward(graph, value)} | shared
+    of_rows = {} if stacks else rows_along(graph, list(batch), returned)
+    parameters = {value for value in returned - of_rows.keys() if in_forward(graph, value)} | shared
     parameters |= frozen(graph, assembly.state_pairs, batch)
     gradients = _types_of_gradients(graph)
     stored = {value for value in returned if graph.types[value] not in gradients}
@@ -77,8 +80,9 @@ def roles(
         raise PlanningError(explain("data parallelism", rule, "", remedy))
     return Roles(
         batch=batch,
+        rows={**of_rows, **batch},
         parameters=frozenset(parameters),
-        state=frozenset(returned - parameters),
+        state=frozenset(returned - parameters - of_rows.keys()),
         weights=_weights(assembly.root, {v: graph.types[v].rank for v in parameters}),
         batch_classes=reach.classes,
         aligned_classes=reach.aligned,
@@ -130,7 +134,7 @@ def _is_multiplied(graph: Graph, value: int) -> bool:
 
 def _is_of_weights(type: TensorType) -> bool:
     """Whether an array may hold weights: its elements are floating-point numbers, or quantized ones."""
-    return bool(type.rank) and (type.dtype in QUANTIZED or type.is_float)
+    return bool(type.rank) and (type.dtype in QUANTIZED or type.is_inexact)
 
 
 def in_forward(graph: Graph, value: int) -> bool:

@@ -37,6 +37,7 @@ class _Sums:
         self._made_anywhere = grouping.free.union(graph.literals)
         self._sums: dict[int, bool] = {}
         self._shrinking: dict[int, bool] = {}
+        self._summed: dict[int, float] = {}
 
     def operand(self, index: int) -> int | None:
         """The operand of an operator that may come in partial; None if the operator is light, or if there is none."""
@@ -52,7 +53,7 @@ class _Sums:
 
     def shrinks(self, index: int, value: int) -> bool:
         """Whether a heavy operator is linear in a value and has a smaller result: fewer bytes, or as many real numbers
-        as the value has complex ones.
+        as the value has complex ones; or whether light operators sum what it makes up to fewer bytes.
         """
         node, rule, types = self.graph.nodes[index], self.rules[index], self.graph.types
         if rule.light or node.inputs.count(value) != 1 or len(node.outputs) != 1:
@@ -60,6 +61,7 @@ class _Sums:
         operand = node.inputs.index(value)
         before, after = types[value], types[node.outputs[0]]
         smaller = after.nbytes < before.nbytes or (not rule.is_product and after.nbytes <= before.nbytes)
+        smaller = smaller or self._summed_nbytes(node.outputs[0]) < before.nbytes
         return smaller and any(not f.size and self._summands(node, f) == [operand] for f in rule.factors)
 
     def _summands(self, node: Node, factor: Factor) -> list[int]:
@@ -127,6 +129,27 @@ class _Sums:
         if not self._is_linear(index, value) or not node.outputs:
             return False
         return self._adds_up(index) or all(map(self.only_shrinks, node.outputs))
+
+    def _summed_nbytes(self, value: int) -> float:
+        """Bytes of the sums that light linear operators make of a value along its dimensions; infinite where a reader
+        needs the value otherwise.
+        """
+        if value not in self._summed:
+            self._summed[value] = math.inf  # until it is known
+            readers = self.graph.consumers.get(value, ()) if value not in self.graph.returned else ()
+            nbytes = [self._nbytes_behind(reader, value) for reader in readers]
+            self._summed[value] = sum(nbytes) if nbytes else math.inf
+        return self._summed[value]
+
+    def _nbytes_behind(self, index: int, value: int) -> float:
+        """Bytes of the sums that an operator, and the light ones behind it, make of a value."""
+        node, types = self.graph.nodes[index], self.graph.types
+        if not self.rules[index].light or not self._is_linear(index, value) or len(node.outputs) != 1:
+            return math.inf
+        (result,) = node.outputs
+        if self._adds_up(index):
+            return types[result].nbytes
+        return self._summed_nbytes(result) if types[result].nbytes <= types[value].nbytes else math.inf
 
     def _adds_up(self, index: int) -> bool:
         """Whether a light operator sums its operand along a dimension, so that fewer bytes need reducing."""

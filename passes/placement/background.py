@@ -46,7 +46,7 @@ class Background:
 
     @classmethod
     def _within(cls, graph: Graph, arguments: Collection[int], leaving: Collection[int]) -> Self:
-        floats = [v for v in arguments if graph.types[v].is_float]
+        floats = [v for v in arguments if graph.types[v].is_inexact]
         unawaited = _unawaited(graph, leaving)
         by_node = _products_by_node(graph)
         working = [i for i, inside in enumerate(by_node) if inside]

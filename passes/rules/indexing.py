@@ -37,7 +37,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     for in_operand, in_result in zip(window, numbers["offset_dims"], strict=True):
         if sizes[in_operand] == operand.shape[in_operand] and in_operand not in numbers["start_index_map"]:
             source[in_operand] = result[in_result] = f"w{in_operand}"
-    summable = results[0].is_float or results[0].is_integer
+    summable = results[0].is_inexact or results[0].is_integer
     picked = _selected(numbers["start_index_map"], numbers["collapsed_slice_dims"])
     selected = picked if summable else {}
     for in_operand, label in selected.items():

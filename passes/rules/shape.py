@@ -133,7 +133,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     """
     pairs = list(zip(operands[0].shape, results[0].shape, strict=True))
     labels = [d if a == b else None for d, (a, b) in enumerate(pairs)]
-    summable = results[0].is_float or results[0].is_integer
+    summable = results[0].is_inexact or results[0].is_integer
     single = {d: f"at{d}" for d, (a, b) in enumerate(pairs) if summable and a > b == 1}
     source = [single.get(d, label) for d, label in enumerate(labels)]
     base = build(

@@ -23,6 +23,7 @@ from passes.placement import Placement, is_free
 from passes.sharding import ShardingSpec, replicated
 from passes.transforms.batch_axis import PICKED, BatchWalk, location
 from passes.transforms.batch_demand import sink
+from passes.transforms.late_sums import made_of_sums, smallest
 from passes.transforms.time_axis import AXIS, Coupling, Time
 
 
@@ -206,7 +207,7 @@ class _AroundTheLoop:
     """The nodes computed `up_front` and `after` the loop for outputs and effects; the values `carried` out of it."""
 
     def __init__(self, walk: BatchWalk, effects: Sequence[int]) -> None:
-        self.walk, self.graph, self.smallest = walk, walk.graph, _smallest(walk)
+        self.walk, self.graph, self.smallest, self.of_sums = walk, walk.graph, smallest(walk), made_of_sums(walk)
         self.after: set[int] = set()
         self.carried: dict[int, ShardingSpec] = {}
         self.up_front: set[int] = set()
@@ -246,8 +247,11 @@ class _AroundTheLoop:
 
         It adds a value that does not vary, as the gradient of a penalty on weights is added to that of the loss: in the
         loop the first microbatch would add it. Or it puts sums into larger arrays, as the gradients of layers into that
-        of their stack. In the loop, devices' own sums would be reduced in every microbatch for either.
+        of their stack. In the loop, devices' own sums would be reduced in every microbatch for either. Or it goes on
+        with the gradient of what is computed once, before the loop.
         """
+        if index in self.of_sums:
+            return True
         walk, node = self.walk, self.graph.nodes[index]
         placement = walk.placements.get(index)
         if placement is None or index in walk.loops or walk.rules[index].alias:
@@ -258,25 +262,6 @@ class _AroundTheLoop:
         are_sums = walk.rules[index].adds and all(spec.partial for spec in placement.operands)
         adds_unchanged = are_sums and not walk.varying.issuperset(node.inputs)
         return adds_unchanged or not self.smallest.keys().isdisjoint(node.outputs)
-
-
-def _smallest(walk: BatchWalk) -> dict[int, set[int]]:
-    """The sums that each sum over microbatches is made of, if that puts them side by side or among zeros, so that they
-    are no larger together; those that are made otherwise are left out.
-    """
-    types, consumers, smallest = walk.graph.types, walk.graph.consumers, dict[int, set[int]]()
-    for index, node in enumerate(walk.graph.nodes):
-        rule, varying = walk.rules[index], [v for v in node.inputs if v in walk.varying]
-        if index not in walk.placements or index in walk.loops or rule.is_product or rule.alias or rule.casts:
-            continue
-        if not all(walk.is_sum(v) and len(consumers[v]) == 1 for v in varying):
-            continue
-        made_of = set[int]().union(*(smallest.get(v, {v}) for v in varying))
-        nbytes = sum(types[v].nbytes for v in made_of)
-        for value in filter(walk.is_sum, node.outputs):
-            if nbytes < types[value].nbytes or (nbytes == types[value].nbytes and len(made_of) > 1):
-                smallest[value] = made_of
-    return smallest
 
 
 def _inside(walk: BatchWalk, around: _AroundTheLoop) -> set[int]:

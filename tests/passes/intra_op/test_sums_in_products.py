@@ -46,6 +46,16 @@ def generated(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
     return filtered([jnp.sin(positions @ first) @ second * jnp.exp(-decay * positions)], base, x)
 
 
+def oscillating(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
+    """A long filter of damped oscillations, as S4D has it: the gradients of their values at all positions are larger
+    than the filter's, and are summed over positions.
+    """
+    decay, frequency = weights
+    rates = 1j * frequency - jnp.exp(decay)
+    values = jnp.exp(rates[..., None] * jnp.arange(x.shape[1]))
+    return filtered([jnp.einsum("dn,dnt->td", 1 / rates, values).real], base, x)
+
+
 def biased(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
     """Attention with a bias for each distance, as T5 and Swin have it."""
     positions = np.arange(x.shape[1])
@@ -67,6 +77,8 @@ def biased_in_loop(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
 def shapes_of(layer: Callable[..., Any]) -> list[tuple[int, ...]]:
     if layer in (biased, biased_in_loop):
         return [(RANK,)]
+    if layer is oscillating:
+        return [(WIDTH, RANK), (WIDTH, RANK)]
     if layer is generated:
         return [(1, RANK), (RANK, WIDTH), (WIDTH,)]
     return [(LENGTH, WIDTH)] if layer is filtered else [(WIDTH, RANK), (RANK, WIDTH)]
@@ -89,20 +101,23 @@ def arguments(layer: Callable[..., Any], dtype: str = "float32") -> tuple[Any, j
     return [drawn(*shape) for shape in shapes_of(layer)], drawn(WIDTH, WIDTH), drawn(ROWS, LENGTH, WIDTH)
 
 
-LAYERS = (adapted, normalised, filtered, generated, biased, biased_in_loop)
+LAYERS = (adapted, normalised, filtered, generated, oscillating, biased, biased_in_loop)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_data_parallelism_reduces_what_is_updated(layer: Callable[..., Any]):
-    """It reduced the frozen weight's gradient, the filter's spectrum, a network's filter, and the bias of pairs."""
+@pytest.mark.parametrize("options", [{}, {"microbatches": 4}], ids=["whole", "microbatches"])
+def test_data_parallelism_reduces_what_is_updated(layer: Callable[..., Any], options: dict[str, Any]):
+    """It reduced the frozen weight's gradient, the filter's spectrum, the filter of a network or of oscillations, and
+    the bias of pairs.
+    """
 
     def wider(array: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct([64 * n if n == WIDTH else n for n in array.shape], array.dtype)
 
-    step = autopar.parallelize(step_of(layer), planner=autopar.DataParallel(), cluster="8:a100-80g")
+    step = autopar.parallelize(step_of(layer), planner=autopar.DataParallel(), cluster="8:a100-80g", **options)
     given = jax.tree.map(wider, arguments(layer))
     sent = sorted((c.kind, c.nbytes) for c in step.plan(*given).collectives for _ in range(c.count))
-    of_norms = [given[1].shape[1]] if layer is normalised else []
+    of_norms = [given[1].shape[1]] * options.get("microbatches", 1) if layer is normalised else []
     assert sent == sorted(("all_reduce", 4 * size) for size in (1, *of_norms, *(weight.size for weight in given[0])))
 
 
