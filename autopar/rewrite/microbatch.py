@@ -21,9 +21,10 @@ from jax import lax
 from autopar import jax_compat
 from autopar.frontend import Body, Equation, Traced, flatten, left_to_plan
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
+from autopar.rewrite.row_pieces import Pieces, pieces_of
 from passes.errors import InternalError
 from passes.ir import LOOP, Graph, Node
-from passes.placement import Layout, Placement, Resharding, is_free, resharding_plan
+from passes.placement import Layout, Placement, Resharding, is_free, resharding_plan, rows_in_any_order
 from passes.sharding import ShardingSpec, Step, replicated
 from passes.transforms import AXIS, Coupling, Split, Time, split, sums_up_front, whole_layout
 
@@ -85,7 +86,8 @@ def _run(
     made_inside = {v for i in chosen.loop for v in graph.nodes[i].outputs}
     needed = (_read_by(graph, chosen.loop) - made_inside) | _read_by(graph, chosen.after) | set(graph.outputs)
     computed = [v for i in chosen.before if not is_free(graph, i) for v in graph.nodes[i].outputs if v in needed]
-    known.update(_up_front(body, chosen.before, chosen.count, computed, known, stacks))
+    rows = {v: Pieces(stack, 0) for v, stack in stacks.items()}
+    known.update(_up_front(body, chosen.before, chosen.count, computed, known, rows))
 
     entering, run_microbatch = _one_microbatch(body, chosen, coupling, known, stacks)
     leaving = [value for value, _ in chosen.carried]
@@ -105,12 +107,17 @@ def _run(
     )
     with jax.named_scope(LOOP):
         totals, joined = lax.scan(step, zeros, (jnp.arange(chosen.count, dtype=np.int32), stacked))
-    summed, side_by_side = iter(totals), iter(joined)
+    summed, joined_pieces = iter(totals), iter(joined)
     for (value, spec), is_sum in zip(chosen.carried, sums, strict=True):
-        known[value] = next(summed) if is_sum else _join(next(side_by_side), spec)
+        if is_sum:
+            known[value] = next(summed)
+        else:
+            (cut,) = (d for d, axes in enumerate(spec.dims) if axes)
+            rows[value] = Pieces(next(joined_pieces), cut)
+            known[value] = rows[value].in_order()
     late = [v for v in dict.fromkeys(graph.outputs) if v not in known and v not in graph.literals]
-    if stacks.keys() & _read_by(graph, chosen.after):
-        known.update(_up_front(body, chosen.after, chosen.count, late, known, stacks))
+    if rows.keys() & _read_by(graph, chosen.after):
+        known.update(_up_front(body, chosen.after, chosen.count, late, known, rows))
     else:
         known.update(_whole_once(body, chosen.after, late, known, memo))
     return tuple(known[v] if v in known else _lone(body, v) for v in graph.outputs)
@@ -153,19 +160,20 @@ def _up_front(
     count: int,
     outputs: Sequence[int],
     values: Mapping[int, Any],
-    stacks: Mapping[int, Any],
+    rows: Mapping[int, Pieces],
 ) -> dict[int, Any]:
     """The values of the whole batch that these nodes compute, before or after the loop.
 
     Values made of the stacks alone are reduced over these as they are; then those that are reduced of them in turn,
-    such as a variance of its mean.
+    such as a variance of its mean. What else does not need the order of `rows` computes with those of each device side
+    by side.
     """
     part, inputs = _part(body, nodes, outputs, values)
-    batch = tuple(i for i, v in enumerate(inputs) if v in stacks)
+    batch = tuple(i for i, v in enumerate(inputs) if v in rows and not rows[v].dim)
     early = sums_up_front(part.graph, count, batch) if batch else None
     if early is None:
-        return _whole(body, nodes, outputs, values)
-    given, ours = {v: values[v] for v in inputs}, {inputs[i]: stacks[inputs[i]] for i in batch}
+        return _in_any_order(body, nodes, count, outputs, values, {v: rows[v] for v in inputs if v in rows})
+    given, ours = {v: values[v] for v in inputs}, {inputs[i]: rows[inputs[i]].stack for i in batch}
     unchanged = [v for i in early.before if not is_free(part.graph, i) for v in part.graph.nodes[i].outputs]
     given.update(_whole(part, early.before, unchanged, given))
     entering, run_microbatch = _one_microbatch(part, early, "exact", given, ours)
@@ -177,8 +185,32 @@ def _up_front(
     for (value, spec), piece in zip(early.carried, pieces, strict=True):
         given[value] = _REDUCED[spec.reduction](piece)
     late = [v for v in outputs if v not in given]
-    given.update(_up_front(part, early.after, count, late, given, ours))
+    given.update(_up_front(part, early.after, count, late, given, {v: rows[v] for v in inputs if v in rows}))
     return {v: given[v] for v in outputs}
+
+
+def _in_any_order(
+    body: Body,
+    nodes: Sequence[int],
+    count: int,
+    outputs: Sequence[int],
+    values: Mapping[int, Any],
+    rows: Mapping[int, Pieces],
+) -> dict[int, Any]:
+    """The values that some nodes compute from whole values, with the rows side by side where their order does not
+    matter, and no more of them come out than go in.
+    """
+    graph = body.graph
+    part, inputs = _part(body, nodes, outputs, values)
+    sizes = {graph.types[v].shape[pieces.dim] for v, pieces in rows.items()}
+    dims = {v: pieces.dim for v, pieces in rows.items()}
+    made = rows_in_any_order(part.graph, dims, sizes.pop()) if len(sizes) == 1 else None
+    nbytes = [sum(graph.types[v].nbytes for v in each) for each in (made or (), rows)]
+    if made is None or nbytes[0] > nbytes[1]:
+        return _whole(body, nodes, outputs, values)
+    whole = {v: rows[v].side_by_side() if v in rows else values[v] for v in inputs}
+    results = _whole(body, nodes, outputs, whole)
+    return results | {v: pieces_of(results[v], dim, count).in_order() for v, dim in made.items()}
 
 
 def _summed(pieces: jax.Array) -> jax.Array:
@@ -277,14 +309,6 @@ class OnTime:
 
 def _add(total: jax.Array, summand: jax.Array) -> jax.Array:
     return lax.bitwise_or(total, summand) if total.dtype == np.bool_ else lax.add(total, summand)
-
-
-def _join(stacked: jax.Array, spec: ShardingSpec) -> jax.Array:
-    """The pieces of every microbatch, [count, ...], joined along the dimension that is cut."""
-    (cut,) = (d for d, axes in enumerate(spec.dims) if axes)
-    moved = jnp.moveaxis(stacked, 0, cut)
-    shape = moved.shape
-    return lax.reshape(moved, (*shape[:cut], shape[cut] * shape[cut + 1], *shape[cut + 2 :]))
 
 
 def _read_by(graph: Graph, nodes: Sequence[int]) -> set[int]:

@@ -55,7 +55,7 @@ class Signature:
     `options` are the classes that an axis may cut. `rules`, `operands`, `makes` and `classes` have, for each member,
     its rule, the place of each operand (None: none is needed), the values that it makes, and the class of each factor.
     Neighbours see the `visible` values; `absorbed` values are inputs that the group places itself; `summed` is the
-    operand that may come in partial.
+    operand that may come in partial. In a loop (`inside`), parts of a gradient would be reduced in every iteration.
     """
 
     axes: tuple[str, ...]
@@ -67,6 +67,7 @@ class Signature:
     absorbed: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...]
     summed: int | None = None
+    inside: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,11 +76,12 @@ class GroupWalk:
 
     `moved` maps (member, operand) to (value of the group, the placement it is needed in); the value has placement
     `home`. Values in `reduced` are partial where they are made, and are reduced once; all members and neighbours read
-    the result.
+    the result. Partial values are passed on by members that make more of them only if the walk `widens`.
     """
 
     axis_choice: AxisChoice
     reduced: dict[int, ShardingSpec]
+    widens: bool = False
     assignments: list[Assignment] = field(default_factory=list[Assignment])
     cuts: list[int] = field(default_factory=list[int])
     home: dict[int, ShardingSpec] = field(default_factory=dict[int, ShardingSpec])
@@ -182,26 +184,35 @@ class GroupWalks:
         return [(position, operand) for position, operand, role in roles if role != "again"]
 
     def under(self, choice: AxisChoice) -> Iterator[GroupWalk]:
-        """The walks of one choice: with partial values reduced as late as possible, and at forks where that reduces
-        fewer values.
+        """The walks of one choice: with partial values reduced as late as they are no larger, at forks where that
+        reduces fewer values, and, inside a loop, not at all: parts of a gradient that are put together are no more than
+        that.
 
         A choice has no walk if an axis that it keeps partial is reduced inside the group: without that axis the choice
         does the same.
         """
         late = self._walk(choice, {})
         early = self._walk(choice, forks) if late is not None and (forks := self._forks(late)) else None
-        for walk in (late, early):
+        joins = late is not None and self.signature.inside and self._joins(late)
+        wide = self._walk(choice, {}, widens=True) if joins else None
+        for walk in (late, early, wide):
             if walk is not None:
                 partial_axes = frozenset[str]().union(*(walk.at(v).partial for v in self.signature.visible))
                 if all(cls != PARTIAL or axis in partial_axes for axis, cls in choice):
                     yield walk
 
-    def _walk(self, choice: AxisChoice, reduced: dict[int, ShardingSpec]) -> GroupWalk | None:
+    def _joins(self, walk: GroupWalk) -> bool:
+        """Whether a walk reduces what a member puts beside other elements, as it does with a part of a gradient."""
+        joining = [member for member in self.members if member.form.rule.moves]
+        parts = {value for member in joining for o, value in member.may_be_partial if member.form.grows[o]}
+        return not parts.isdisjoint(walk.reduced)
+
+    def _walk(self, choice: AxisChoice, reduced: dict[int, ShardingSpec], *, widens: bool = False) -> GroupWalk | None:
         """The walk of one choice that reduces these partial values, and those that some member needs reduced.
 
         None where a result would be partial in two ways, or an input would be partial.
         """
-        while (walk := self._walked(choice, reduced)) is not None:
+        while (walk := self._walked(choice, reduced, widens)) is not None:
             reduced_before = len(reduced)
             for value, spec in walk.moved.values():
                 if walk.home[value].partial and not spec.partial:
@@ -240,9 +251,9 @@ class GroupWalks:
             return {}
         return {value: placed(walk.home[value].dims, (), "add") for value in widest}
 
-    def _walked(self, choice: AxisChoice, reduced: dict[int, ShardingSpec]) -> GroupWalk | None:
+    def _walked(self, choice: AxisChoice, reduced: dict[int, ShardingSpec], widens: bool) -> GroupWalk | None:
         """The walk that places the members in order, with these partial values reduced."""
-        walk = GroupWalk(axis_choice=choice, reduced=dict(reduced))
+        walk = GroupWalk(axis_choice=choice, reduced=dict(reduced), widens=widens)
         for position, member in enumerate(self.members):
             assignment = self._assign(member, choice, walk)
             if assignment is None or not self._step(position, member, assignment, walk):
@@ -321,7 +332,7 @@ class GroupWalks:
         incoming = {o: spec for o, value in member.may_be_partial if axis in (spec := walk.at(value)).partial}
         if not incoming:
             return member.fresh if cls == PARTIAL else None
-        if all(member.sizeless.grows[operand] for operand in incoming):
+        if not walk.widens and all(member.sizeless.grows[operand] for operand in incoming):
             return None
         reductions = {spec.reduction for spec in incoming.values()}  # a scaled maximum of parts is no sum of them
         for factor, properties in enumerate(member.sizeless.rule.factors):

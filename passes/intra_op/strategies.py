@@ -91,8 +91,8 @@ class GroupSignature:
 
     `operators` are numbers of one tabulator. `operands` holds the place of each operand of each member: (`in`, k) for
     the k-th value of the group, (`out`, k) for the k-th value read from outside, None for literals and free values.
-    `options` are the classes that an axis may cut, `classes` those of the members' factors. `unread` (member, operand)
-    pairs and `unwritten` visible values are computed anew by their readers. The operand `summed` may come in partial.
+    `options` are the classes that an axis may cut, `classes` those of the members' factors. Readers make `unread`
+    (member, operand) pairs and `unwritten` values anew. `summed` may come in partial. It may be `inside` a loop.
     """
 
     operators: tuple[int, ...]
@@ -106,14 +106,14 @@ class GroupSignature:
     summed: int | None = None
     unread: frozenset[tuple[int, int]] = frozenset()
     unwritten: frozenset[int] = frozenset()
+    inside: bool = False
 
 
 class Tabulator:
     """The tables of operator groups on one mesh; groups of equal signature share one, in whatever program they are."""
 
     def __init__(self, resharder: Resharder) -> None:
-        self.resharder = resharder
-        self.mesh = resharder.mesh
+        self.resharder, self.mesh = resharder, resharder.mesh
         self._numbers: dict[Operator, int] = {}
         self._operators: list[Operator] = []
         self._sizeless: list[SizelessRule] = []
@@ -160,6 +160,7 @@ class Tabulator:
                 visible=signature.visible,
                 absorbed=signature.absorbed,
                 classes=signature.classes,
+                inside=signature.inside,
             )
         )
 
@@ -210,8 +211,7 @@ class _Pricing:
     """
 
     def __init__(self, tabulator: Tabulator, signature: GroupSignature) -> None:
-        self.tabulator = tabulator
-        self.signature = signature
+        self.tabulator, self.signature = tabulator, signature
         self.members = tabulator.members(signature)
         self.space = tabulator.space(signature)
         self.types = dict[int, TensorType]()
@@ -372,6 +372,7 @@ def signature_of(
         summed=summed_operand(graph, grouping, members[0]),
         unread=frozenset([(m, o) for m, node in enumerate(nodes) for o, v in enumerate(node.inputs) if v in remade]),
         unwritten=frozenset([k for value, k in inside.items() if value in remade]),
+        inside=grouping.inside,
     )
     return signature, list(inside), list(read)
 

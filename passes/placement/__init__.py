@@ -1,5 +1,5 @@
-"""Placements of all values of a program: operators that are placed together, and the reshardings that
-placements imply.
+"""Placements of all values of a program: operators that are placed together, the reshardings that placements imply,
+and programs whose rows may be placed in any order.
 """
 
 from passes.placement.background import Background, products
@@ -18,6 +18,7 @@ from passes.placement.reshardings import (
     shared,
     weights,
 )
+from passes.placement.row_order import rows_in_any_order
 
 __all__ = [
     "Background",
@@ -35,6 +36,7 @@ __all__ = [
     "occurrences",
     "products",
     "resharding_plan",
+    "rows_in_any_order",
     "shared",
     "weights",
 ]

@@ -124,9 +124,9 @@ class Grouping:
     """The operator groups of a graph; `home[v]` is the group that writes or absorbs value v, and `roots` sees through
     aliases.
 
-    `rules` are the nodes' sharding rules. `loose` are graph inputs that several operators read, whose placements are
-    nodes of their own. `controls` are the loops and branches by node, which belong to no group, and `bodies` the
-    groupings of their bodies.
+    `rules` are the nodes' sharding rules; the graph may be `inside` a loop or branch. `loose` are graph inputs that
+    several operators read, whose placements are nodes of their own. `controls` are the loops and branches by node,
+    which belong to no group, and `bodies` the groupings of their bodies.
     """
 
     operator_groups: tuple[OperatorGroup, ...]
@@ -137,6 +137,7 @@ class Grouping:
     loose: tuple[int, ...]
     controls: Mapping[int, Control]
     bodies: Mapping[int, tuple[Grouping, ...]]
+    inside: bool = False
 
     def operator_group_of(self, node: Node) -> int | None:
         """The operator group that writes the results of a node; None if no group does."""
@@ -147,9 +148,8 @@ class _Grouper:
     def __init__(
         self, graph: Graph, rules: Sequence[ShardingRule], controls: Mapping[int, Control], inside: bool
     ) -> None:
-        self.graph = graph
-        self.rules = rules
-        self.controls = controls
+        self.graph, self.inside = graph, inside
+        self.rules, self.controls = rules, controls
         self.operator_groups: list[OperatorGroup] = []
         self.home: dict[int, int] = {}
         self.roots: dict[int, int] = {}
@@ -185,6 +185,7 @@ class _Grouper:
             loose=tuple(value for value in self.graph.inputs if value not in operator_group_of_value),
             controls=self.controls,
             bodies={i: tuple(group(b.graph, inside=True) for b in c.bodies) for i, c in self.controls.items()},
+            inside=self.inside,
         )
 
     def _place(self, index: int) -> None:

@@ -96,3 +96,28 @@ def test_weights_that_a_loop_stacks_stay_whole_under_data_parallelism():
     given = jax.ShapeDtypeStruct((128, 512), "float32"), jax.ShapeDtypeStruct((8, 16, 128), "float32")
     plan = autopar.parallelize(jax.grad(loss), cluster="8:cpu", planner=autopar.DataParallel()).plan(*given)
     assert {each.kind for each in plan.collectives} == {"reduce_scatter"}
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatches": 4}], ids=["whole", "microbatches"])
+def test_a_gradient_in_parts_is_reduced_once_for_all_layers(options: dict[str, Any]):
+    """The parts of a layer's weight were reduced before they were put together, in each layer of each microbatch."""
+
+    def attending(weights: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            scores = (x @ weight[0]) @ (x @ weight[1]).swapaxes(1, 2)
+            return x + jax.nn.softmax(scores) @ (x @ weight[2]), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    def attending_step(weights: Any, x: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(attending)(weights, x)
+        return weights - 1e-3 * gradients, value
+
+    draw = np.random.default_rng(0).normal
+    given = 0.1 * draw(size=(DEPTH, 3, WIDTH, WIDTH)), draw(size=(ROWS, 4, WIDTH))
+    with jax.enable_x64(True):
+        parallel = autopar.parallelize(attending_step, planner=autopar.DataParallel(), **options)
+        sent = [(c.kind, c.count, c.nbytes) for c in parallel.plan(*given).collectives]
+        assert {(kind, count) for kind, count, _ in sent} == {("all_reduce", 1)}
+        assert sum(nbytes for *_, nbytes in sent) == given[0].nbytes + 8
+        assert_close(parallel(*given), jax.jit(attending_step)(*given), 1e-9)
