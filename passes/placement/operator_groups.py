@@ -82,6 +82,19 @@ class OperatorGroup:
         for origin in (theirs, begin or theirs) if self.light else ():
             self.unite(self.outside.setdefault(origin, ours), ours)
 
+    def agrees(self, reads: Sequence[int], rule: ShardingRule) -> bool:
+        """Whether no two operands of a node, that have a dimension in common, have it on two dimensions of one value.
+
+        As the gradient of what rows are compared with, and that of the rows themselves: sums over either side of pairs.
+        """
+        classes: dict[int, int] = {}
+        for value, factors in zip(reads, rule.operands, strict=True):
+            for cls, factor in zip(self.value_classes.get(value, ()), factors, strict=False):
+                other = classes.setdefault(factor, cls) if cls >= 0 and factor >= 0 else cls
+                if other != cls and any({other, cls} <= {*row} for row in self.value_classes.values()):
+                    return False
+        return True
+
     @property
     def classes(self) -> list[int]:
         """The distinct classes, in order of appearance."""
@@ -253,7 +266,7 @@ class _Grouper:
             operator_group = self.operator_groups[made_by] if made_by is not None else None
             joins = (
                 operator_group and operator_group.light and operator_group.phase == when and operator_group.adds == adds
-            )
+            ) and operator_group.agrees([roots.get(v, v) for v in node.inputs], self.rules[index])
             if operator_group and joins and not self._is_fetched_cast(value, operator_group, index):
                 if (scalar or spread) and any(operator_group.value_classes.values()):
                     continue
