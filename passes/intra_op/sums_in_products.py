@@ -53,7 +53,8 @@ class _Sums:
 
     def shrinks(self, index: int, value: int) -> bool:
         """Whether a heavy operator is linear in a value and has a smaller result: fewer bytes, or as many real numbers
-        as the value has complex ones; or whether light operators sum what it makes up to fewer bytes.
+        as the value has complex ones; or whether light operators sum what it makes up to fewer bytes, or add it to what
+        is reduced anyway.
         """
         node, rule, types = self.graph.nodes[index], self.rules[index], self.graph.types
         if rule.light or node.inputs.count(value) != 1 or len(node.outputs) != 1:
@@ -61,7 +62,7 @@ class _Sums:
         operand = node.inputs.index(value)
         before, after = types[value], types[node.outputs[0]]
         smaller = after.nbytes < before.nbytes or (not rule.is_product and after.nbytes <= before.nbytes)
-        smaller = smaller or self._summed_nbytes(node.outputs[0]) < before.nbytes
+        smaller = smaller or self._summed_nbytes(node.outputs[0]) < before.nbytes or self._joins(node.outputs[0])
         return smaller and any(not f.size and self._summands(node, f) == [operand] for f in rule.factors)
 
     def _summands(self, node: Node, factor: Factor) -> list[int]:
@@ -129,6 +130,13 @@ class _Sums:
         if not self._is_linear(index, value) or not node.outputs:
             return False
         return self._adds_up(index) or all(map(self.only_shrinks, node.outputs))
+
+    def _joins(self, value: int) -> bool:
+        """Whether a value is only added to sums over the batch, as one use's gradient of a table to another's."""
+        nodes, readers = self.graph.nodes, self.graph.consumers.get(value, ())
+        sums = [[v for v in nodes[r].inputs if v != value and self.is_sum(v)] for r in readers]
+        adds = all(self.rules[reader].accumulates for reader in readers)
+        return bool(readers) and value not in self.graph.returned and adds and all(sums)
 
     def _summed_nbytes(self, value: int) -> float:
         """Bytes of the sums that light linear operators make of a value along its dimensions; infinite where a reader

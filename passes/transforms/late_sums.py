@@ -43,12 +43,15 @@ def _reading_sums(walk: BatchWalk) -> list[int]:
 
 
 def _connected(walk: BatchWalk, nodes: Collection[int]) -> Iterator[set[int]]:
-    """The nodes in groups: one that reads what another makes is of its group."""
-    producers, groups = walk.graph.producers, dict[int, set[int]]()
+    """The nodes in groups: those that read or make one sum are of one group."""
+    groups: dict[int, set[int]] = {}  # by sum
     for index in sorted(nodes):
-        makers = {producers[v] for v in walk.graph.nodes[index].inputs if v in producers}
-        group = {index}.union(*(groups[maker] for maker in makers if maker in groups))
-        groups.update(dict.fromkeys(group, group))
+        node = walk.graph.nodes[index]
+        sums = [v for v in (*node.inputs, *node.outputs) if v in walk.varying]
+        known = list({id(groups[v]): groups[v] for v in sums if v in groups}.values())
+        group = {index}.union(*known)
+        groups.update({v: group for v, other in groups.items() if any(other is each for each in known)})
+        groups.update(dict.fromkeys(sums, group))
     yield from {id(group): group for group in groups.values()}.values()
 
 

@@ -56,6 +56,13 @@ def oscillating(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
     return filtered([jnp.einsum("dn,dnt->td", 1 / rates, values).real], base, x)
 
 
+def sampled(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
+    """Each row's own entry of a table beside a few that all rows share, as negative samples are."""
+    (table,) = weights
+    own, shared = table[jnp.argmax(x[:, 0], -1) % LENGTH], table[np.arange(RANK)]
+    return jnp.tanh((own[:, None] * x) @ shared.T)
+
+
 def biased(weights: Any, base: jax.Array, x: jax.Array) -> jax.Array:
     """Attention with a bias for each distance, as T5 and Swin have it."""
     positions = np.arange(x.shape[1])
@@ -81,7 +88,7 @@ def shapes_of(layer: Callable[..., Any]) -> list[tuple[int, ...]]:
         return [(WIDTH, RANK), (WIDTH, RANK)]
     if layer is generated:
         return [(1, RANK), (RANK, WIDTH), (WIDTH,)]
-    return [(LENGTH, WIDTH)] if layer is filtered else [(WIDTH, RANK), (RANK, WIDTH)]
+    return [(LENGTH, WIDTH)] if layer in (filtered, sampled) else [(WIDTH, RANK), (RANK, WIDTH)]
 
 
 def step_of(layer: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +108,7 @@ def arguments(layer: Callable[..., Any], dtype: str = "float32") -> tuple[Any, j
     return [drawn(*shape) for shape in shapes_of(layer)], drawn(WIDTH, WIDTH), drawn(ROWS, LENGTH, WIDTH)
 
 
-LAYERS = (adapted, normalised, filtered, generated, oscillating, biased, biased_in_loop)
+LAYERS = (adapted, normalised, filtered, generated, oscillating, sampled, biased, biased_in_loop)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -43,6 +43,16 @@ def test_sums_are_added_up_in_the_wider_dtype() -> None:
     assert not made_of_sums(walked(normalised("float64")))
 
 
+def test_what_makes_less_of_a_sum_waits_with_what_makes_more() -> None:
+    """The sum is added up for one reader, and costs nothing for the other."""
+    graph = normalised()
+    dot = Node(primitive="mul", inputs=(3, 2), outputs=(7,), scope="transpose(jvp())")
+    summed = Node(primitive="reduce_sum", inputs=(7,), outputs=(8,), params={"axes": (0,)}, scope="transpose(jvp())")
+    types = (*graph.types, graph.types[5], TensorType(shape=(), dtype="float32"))
+    graph = replace(graph, types=types, nodes=(*graph.nodes, dot, summed), outputs=(6, 8))
+    assert made_of_sums(walked(graph)) == {2, 3, 4, 5, 6}
+
+
 @pytest.mark.parametrize("outputs", [(6, 7), (7,)], ids=["no more bytes", "fewer bytes"])
 def test_what_shrinks_a_sum_stays_in_the_microbatch(outputs: tuple[int, ...]) -> None:
     graph = normalised()
