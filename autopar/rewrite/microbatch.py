@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -21,7 +20,7 @@ from jax import lax
 from autopar import jax_compat
 from autopar.frontend import Body, Equation, Traced, flatten, left_to_plan
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
-from autopar.rewrite.row_pieces import Pieces, pieces_of
+from autopar.rewrite.row_pieces import REDUCED, Pieces, pieces_of
 from passes.errors import InternalError
 from passes.ir import LOOP, Graph, Node
 from passes.placement import Layout, Placement, Resharding, is_free, resharding_plan, rows_in_any_order
@@ -183,7 +182,7 @@ def _up_front(
     except NotImplementedError:  # a primitive of the user's that has no rule for batches
         pieces = jax.lax.map(lambda microbatch: run_microbatch(*microbatch), (numbers, batches))
     for (value, spec), piece in zip(early.carried, pieces, strict=True):
-        given[value] = _REDUCED[spec.reduction](piece)
+        given[value] = REDUCED[spec.reduction](piece)
     late = [v for v in outputs if v not in given]
     given.update(_up_front(part, early.after, count, late, given, {v: rows[v] for v in inputs if v in rows}))
     return {v: given[v] for v in outputs}
@@ -211,22 +210,6 @@ def _in_any_order(
     whole = {v: rows[v].side_by_side() if v in rows else values[v] for v in inputs}
     results = _whole(body, nodes, outputs, whole)
     return results | {v: pieces_of(results[v], dim, count).in_order() for v, dim in made.items()}
-
-
-def _summed(pieces: jax.Array) -> jax.Array:
-    return pieces.any(0) if pieces.dtype == np.bool_ else pieces.sum(0, dtype=pieces.dtype)
-
-
-_REDUCED: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
-    {
-        "add": _summed,
-        "max": lambda pieces: pieces.max(0),
-        "min": lambda pieces: pieces.min(0),
-        "or": lambda pieces: pieces.any(0),
-        "and": lambda pieces: pieces.all(0),
-    }
-)
-"""Reductions over the results of microbatches, by the reduction of a rule's factor."""
 
 
 def _whole(body: Body, nodes: Sequence[int], outputs: Sequence[int], values: Mapping[int, Any]) -> dict[int, Any]:

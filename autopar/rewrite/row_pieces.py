@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -40,3 +43,19 @@ def _merged(array: jax.Array, dim: int) -> jax.Array:
     """The array with a dimension and the next one as one."""
     shape = array.shape
     return lax.reshape(array, (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]))
+
+
+def _summed(pieces: jax.Array) -> jax.Array:
+    return pieces.any(0) if pieces.dtype == np.bool_ else pieces.sum(0, dtype=pieces.dtype)
+
+
+REDUCED: Mapping[str, Callable[[jax.Array], jax.Array]] = MappingProxyType(
+    {
+        "add": _summed,
+        "max": lambda pieces: pieces.max(0),
+        "min": lambda pieces: pieces.min(0),
+        "or": lambda pieces: pieces.any(0),
+        "and": lambda pieces: pieces.all(0),
+    }
+)
+"""Reductions over the results of microbatches, by the reduction of a rule's factor."""
