@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from passes.ir import Node, TensorType
 from passes.memory.operations import Operation, Operations, Shape, widen
+from passes.memory.tpu_products import rounded
 from passes.rules import small_image_taps
 
 
@@ -38,6 +39,7 @@ def contraction(
     if all(operations[operands[0]].shape[d] == 1 for d in numbers[0][0]):
         return [_outer(operations, operands, type, numbers)]
     operands, numbers = _folded(operations, operands, numbers)
+    operands = rounded(operations, node.params, operands)
     product = _product(operations[operands[0]].shape, operations[operands[1]].shape, numbers)
     if product is None:
         return [_dot(operations, operands, type.shape, type.dtype, numbers, narrow, (None, None))]
@@ -152,9 +154,11 @@ def _convolved(operations: Operations, params: Mapping[str, object], operands: S
     numbers = cast("Mapping[str, Shape]", params["dimension_numbers"])
     (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
     first, last, *between = numbers["out_spec"]
-    images = _padded(operations, params, operands[0]) if operations.compiler == "gpu" else operands[0]
+    images, kernel = rounded(operations, params, operands)
+    if operations.compiler == "gpu":
+        images = _padded(operations, params, images)
     lhs = operations.transpose(images, (batch, *spatial, feature))
-    rhs = operations.transpose(operands[1], (*window, into, out))
+    rhs = operations.transpose(kernel, (*window, into, out))
     order = (first, *between, last)
     shape = tuple(type.shape[d] for d in order)
     if operations.compiler == "cpu":
