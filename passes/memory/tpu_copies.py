@@ -56,7 +56,8 @@ def _copy_images(changed: list[Operation]) -> None:
         read = operation.operands[0]
         source = changed[read].operands[0] if changed[read].kind in MOVED else read
         image = changed[source]
-        if image.kind != "input" or len(image.shape) != len(operation.shape):
+        given = changed[image.operands[0]] if image.is_conversion else image
+        if given.kind != "input" or len(image.shape) != len(operation.shape):
             continue
         first, *between, last = changed[read].shape
         shape = min(

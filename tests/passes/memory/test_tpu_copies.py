@@ -38,6 +38,19 @@ def test_convolutions_read_a_copy_of_images_that_lie_otherwise(shape: tuple[int,
     assert made[place[5]].operands == (place[2], place[1])
 
 
+def test_images_that_are_rounded_are_copied_as_they_are_rounded() -> None:
+    every = (
+        operation("input", shape=(8, 64, 64, 3), name="images"),
+        narrow("expensive", 0, shape=(8, 64, 64, 3), name="convert float32"),
+        narrow("input", shape=(3, 3, 3, 128), name="weights"),
+        narrow("opaque", 1, 2, shape=(8, 64, 64, 128), name="convolution"),
+    )
+    made, place = copied(every, (3,))
+    (copy,) = [index for index, held in enumerate(made) if held.name == "copy"]
+    assert stored(made[copy]) == IMAGES[8, 64, 64, 3]
+    assert made[copy].operands == (place[1],)
+
+
 def scattered(width: int) -> tuple[Operation, ...]:
     """An embedding of rows so wide: looked up, its gradient scattered, and added to it."""
     table, rows = (4096, width), (64, width)
