@@ -52,7 +52,7 @@ class Model(Protocol):
 def model_of(device: DeviceSpec) -> Model:
     """The model of the compiler that a device has, of the CPU's where there is none."""
     if is_tpu(device):
-        return xla_tpu.model(device.name)
+        return xla_tpu.model(device)
     weights = weights_of(device.name)
     return xla_cpu.temporaries if weights is None else xla_gpu.model(weights)
 
