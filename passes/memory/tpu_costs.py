@@ -1,4 +1,4 @@
-"""The cost of kernels on TPUs: the flops of their products at the peak of bfloat16, and the bytes that they move.
+"""The cost of kernels on TPUs: the flops of products at the rate of the fastest dtype, and the bytes that are moved.
 
 Collectives cost nothing, as asynchronous ones do.
 
@@ -28,7 +28,7 @@ def cost_on(device: DeviceSpec) -> CostOf:
     """The cost of a kernel on a device, as a function of it."""
     return partial(
         _cost,
-        flops_per_second=device.flops_per_second["bfloat16"],
+        flops_per_second=max(device.flops_per_second.values()),
         bytes_per_second=device.memory_bytes_per_second,
     )
 

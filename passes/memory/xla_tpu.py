@@ -2,7 +2,7 @@
 chip.
 
 Of what latency hiding changes of that order nothing is known: where it keeps a layer's products for the collectives of
-others, as under tensor parallelism, predictions are up to 27 % too low (docs/limits.md).
+others, as under tensor parallelism, predictions are up to 31 % too low (docs/limits.md).
 """
 
 from __future__ import annotations

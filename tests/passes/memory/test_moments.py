@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from passes.cluster import parse_cluster
 from passes.ir import Node
 from passes.memory.liveness import lifetimes
@@ -52,6 +54,13 @@ def test_a_kernel_costs_its_flops_and_the_bytes_that_it_moves() -> None:
     nbytes = 4 * (128 * 256 + 256 * 512 + 128 * 512)
     flops, rate = 2 * 128 * 256 * 512, V5E.flops_per_second["bfloat16"]
     assert costs[3] == Cost(flops / rate, nbytes / V5E.memory_bytes_per_second)
+
+
+def test_a_measured_device_may_have_the_rate_of_one_dtype() -> None:
+    measured = replace(V5E, flops_per_second={"float32": 2.0})
+    every = (operation("input", shape=(1, 3), tag=0), operation("dot", 0, 0, shape=(1, 1), tag=("merged",)))
+    (dot,) = [k for k in fuse(every, (1,)) if k.reads]
+    assert cost_on(measured)(dot, every).computing == 3.0
 
 
 def test_convolutions_multiply_every_tap() -> None:
