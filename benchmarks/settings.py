@@ -49,13 +49,13 @@ ROOMS = (
 _OF_XLA: Mapping[str, str] = {
     "fusion": "LIBRARY_ELEMENTS", "packing": "ALIGNMENT", "overlap": "HOP", "xla_tpu": "SPLIT_ALIGNMENT",
     "pads_and_joins": "FUSED_JOINS ROW_ELEMENTS", "code_duplication": "MOST_COPIES",
-    "gpu_collectives": "COMBINED COMBINED_NBYTES",
+    "gpu_collectives": "COMBINED COMBINED_NBYTES", "tpu_layouts": "ALIGNMENT LANES ROWS VECTOR",
     "gpu_costs": "FLOAT32_FLOPS_PER_MICROSECOND FLOAT32_PRODUCT_MICROSECONDS FLOPS_PER_MICROSECOND KERNEL "
     "LIBRARY_MICROSECONDS MOST_FLOPS_PER_MICROSECOND NBYTES_PER_MICROSECOND PRODUCT_MICROSECONDS SENT_MICROSECONDS "
     "SENT_NBYTES_PER_MICROSECOND SIDES WIDENED_FLOPS_PER_MICROSECOND",
     "gpu_cycles": "LAUNCH_SECONDS", "gpu_fusion": "COLUMN OPERANDS", "gpu_tasks": "LAUNCH_NBYTES LITTLE",
-    "split_products": "FLOP SPLITS TILE _AMPERE _BLACKWELL _HOPPER",
-    "tpu_copies": "MOST_PADDED", "tpu_layouts": "ALIGNMENT LANES ROWS VECTOR",
+    "split_products": "FLOP SPLITS TILE _AMPERE _BLACKWELL _HOPPER", "moments": "LOOP_RUNS",
+    "on_chip": "FETCHED FETCHED_LATE STAYS", "tpu_chips": "OTHER_KERNELS_NBYTES", "tpu_copies": "MOST_PADDED",
 }  # fmt: skip
 """Numbers with which a module of `passes/memory` imitates XLA."""
 

@@ -212,12 +212,12 @@ def _solved(operations: Operations, node: Node, operands: Sequence[int], results
 
 def _random(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """The operations of random bits: two counter words for each word of the result go round a loop, copied once. On
-    GPUs the rounds are unrolled, and are computed element by element.
+    GPUs and TPUs the rounds are unrolled, and are computed element by element.
 
     Reference: jax.random, threefry2x32 with partitionable counters.
     """
     (type,) = results
-    if operations.compiler == "gpu":
+    if operations.compiler != "cpu":
         return [operations.add("expensive", operands, type.shape, type.dtype, (DRAWN, operations.at))]
     words = TensorType(shape=type.shape, dtype="uint64" if type.item_nbytes == 8 else "uint32")
     both = [operations.add("fresh", (), words.shape, words.dtype, ("counter", operations.at, i)) for i in range(2)]

@@ -32,7 +32,8 @@ class Span(NamedTuple):
     """A buffer that lives from moment `first` to moment `last`, both included; `made_by` identifies it.
 
     Those of one `chain` stand one after another, each written over the one before. Of equal ones that live equally
-    long, the one of least `rank` is placed first. It has to lie `beside` the chip up to a moment, -1 for none.
+    long, the one of least `rank` is placed first. It has to lie `beside` the chip up to a moment, -1 for none. It is
+    read at its `events`.
     """
 
     nbytes: int
@@ -42,6 +43,7 @@ class Span(NamedTuple):
     chain: int = -1
     rank: int = 0
     beside: int = -1
+    events: tuple[int, ...] = ()
 
 
 def gaps_nbytes(spans: Sequence[Span]) -> int:

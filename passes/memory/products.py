@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from passes.ir import Node, TensorType
 from passes.memory.operations import Operation, Operations, Shape, widen
+from passes.memory.tpu_products import rounded
 from passes.rules import small_image_taps
 
 
@@ -38,6 +39,7 @@ def contraction(
     if all(operations[operands[0]].shape[d] == 1 for d in numbers[0][0]):
         return [_outer(operations, operands, type, numbers)]
     operands, numbers = _folded(operations, operands, numbers)
+    operands = rounded(operations, node.params, operands)
     product = _product(operations[operands[0]].shape, operations[operands[1]].shape, numbers)
     if product is None:
         return [_dot(operations, operands, type.shape, type.dtype, numbers, narrow, (None, None))]
@@ -152,9 +154,11 @@ def _convolved(operations: Operations, params: Mapping[str, object], operands: S
     numbers = cast("Mapping[str, Shape]", params["dimension_numbers"])
     (batch, feature, *spatial), (out, into, *window) = numbers["lhs_spec"], numbers["rhs_spec"]
     first, last, *between = numbers["out_spec"]
-    images = _padded(operations, params, operands[0]) if operations.compiler == "gpu" else operands[0]
+    images, kernel = rounded(operations, params, operands)
+    if operations.compiler == "gpu":
+        images = _padded(operations, params, images, kernel, math.prod(type.shape[d] for d in numbers["out_spec"][2:]))
     lhs = operations.transpose(images, (batch, *spatial, feature))
-    rhs = operations.transpose(operands[1], (*window, into, out))
+    rhs = operations.transpose(kernel, (*window, into, out))
     order = (first, *between, last)
     shape = tuple(type.shape[d] for d in order)
     if operations.compiler == "cpu":
@@ -163,29 +167,44 @@ def _convolved(operations: Operations, params: Mapping[str, object], operands: S
     return operations.transpose(convolved, sorted(range(type.rank), key=order.__getitem__))
 
 
-def _padded(operations: Operations, params: Mapping[str, object], images: int) -> int:
+def _padded(operations: Operations, params: Mapping[str, object], images: int, kernel: int, made: int) -> int:
     """The operation of images with zeros around them where there are more at one end, as strides of "SAME" padding ask
     for: the library pads both ends alike. The gradient of a kernel leaves to it what is at both, and may have more
-    zeros behind, as many as no window of the forward pass has reached.
+    zeros behind, as many as no window of the forward pass has reached. Zeros between pixels are put there, as it knows
+    them only of gradients: of images, whose kernel is reversed, or of a kernel, with more taps than pixels are `made`.
 
     Reference: XLA's ConvPaddingLegalization (xla/service/gpu/transforms/conv_padding_legalization.cc), and
-    MatchBackwardFilter of conv_rewriter.cc beside it, as of jaxlib 0.10.
+    MatchBackwardFilter and MatchBackwardInput of conv_rewriter.cc beside it, as of jaxlib 0.10.
     """
     paddings = cast("Sequence[tuple[int, int]]", params["padding"])
     apart, strides = (cast("Sequence[int]", params[name]) for name in ("lhs_dilation", "rhs_dilation"))
+    numbers = cast("Mapping[str, Shape]", params["dimension_numbers"])
     if max(apart, default=1) > 1:
-        return images
-    paddings = [(low, max(high, min(low, high + by - 1))) for (low, high), by in zip(paddings, strides, strict=True)]
-    if all(low == high for low, high in paddings) or min(map(min, paddings)) < 0:
-        return images
-    if max(strides) > 1:
-        paddings = [(low - min(low, high), high - min(low, high)) for low, high in paddings]
-    _, _, *spatial = cast("Mapping[str, Shape]", params["dimension_numbers"])["lhs_spec"]
-    read = operations[images]
+        taps = math.prod(operations[kernel].shape[d] for d in numbers["rhs_spec"][2:])
+        if _is_reversed(operations, kernel) or taps == 1 or taps > made:
+            return images
+        paddings = [(max(low, 0), max(high, 0)) for low, high in paddings]
+    else:
+        paddings = [
+            (low, max(high, min(low, high + by - 1))) for (low, high), by in zip(paddings, strides, strict=True)
+        ]
+        if all(low == high for low, high in paddings) or min(map(min, paddings)) < 0:
+            return images
+        if max(strides) > 1:
+            paddings = [(low - min(low, high), high - min(low, high)) for low, high in paddings]
+    _, _, *spatial = numbers["lhs_spec"]
+    read, between = operations[images], dict(zip(spatial, apart, strict=True))
     added = dict(zip(spatial, map(sum, paddings), strict=True))
-    shape = tuple(size + added.get(d, 0) for d, size in enumerate(read.shape))
+    shape = tuple((size - 1) * between.get(d, 1) + 1 + added.get(d, 0) for d, size in enumerate(read.shape))
     zero = operations.literal(0.0, read.dtype)
     return operations.add("rearrange", (images, zero), shape, read.dtype, ("pad", *map(tuple, paddings)))
+
+
+def _is_reversed(operations: Operations, kernel: int) -> bool:
+    """Whether a kernel is reversed, as the transpose of a convolution has it."""
+    while operations[kernel].kind in ("transpose", "bitcast"):
+        (kernel,) = operations[kernel].operands
+    return operations[kernel].name == "reverse"
 
 
 def _framed(

@@ -27,16 +27,20 @@ class Place(NamedTuple):
 
 
 def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
-    """The spans that find no place, in order; the rest of a chain is one span wherever it is connected."""
+    """The spans that find no place, in order."""
     free = sorted((place for place in places if place.before - place.after > 1), key=lambda place: place.nbytes)
     placed = _placed(spans, free) if free else bytearray(len(spans))
+    return [span for span, is_placed in zip(spans, placed, strict=True) if not is_placed]
+
+
+def connected(spans: Sequence[Span]) -> list[Span]:
+    """The spans, in order, of which those of a chain are one wherever one begins as the one before it ends."""
     remaining: list[Span] = []
-    for span, is_placed in zip(spans, placed, strict=True):
-        if is_placed:
-            continue
+    for span in spans:
         if remaining and span.chain >= 0 and remaining[-1].chain == span.chain and remaining[-1].last == span.first:
             before = remaining.pop()
-            span = before._replace(last=span.last, beside=max(before.beside, span.beside))
+            events = (*before.events, *span.events)
+            span = before._replace(last=span.last, beside=max(before.beside, span.beside), events=events)
         remaining.append(span)
     return remaining
 

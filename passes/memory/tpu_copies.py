@@ -26,9 +26,9 @@ KEEPING = frozenset({*ELEMENTWISE, "collective"})
 FOLLOWING = frozenset({*ELEMENTWISE, "broadcast"})
 """Kinds whose results are made in the tiles in which they are read."""
 
-MOST_PADDED = 2
-"""The times that rows in whole tiles may take an array's bytes for what is computed of it to lie so as well. (Of DLRM,
-rows of 64 numbers are updated so, those of 16 and 8 are copied back once they are scattered.)"""
+MOST_PADDED = 4
+"""The times that rows in whole tiles may take an array's bytes for what is computed of it to lie so as well. (Rows
+of 64 and 32 numbers are updated so, those of 16 and 8 are copied back once they are scattered.)"""
 
 
 def copied(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
@@ -56,7 +56,8 @@ def _copy_images(changed: list[Operation]) -> None:
         read = operation.operands[0]
         source = changed[read].operands[0] if changed[read].kind in MOVED else read
         image = changed[source]
-        if image.kind != "input" or len(image.shape) != len(operation.shape):
+        given = changed[image.operands[0]] if image.is_conversion else image
+        if given.kind != "input" or len(image.shape) != len(operation.shape):
             continue
         first, *between, last = changed[read].shape
         shape = min(

@@ -1,10 +1,11 @@
 """The kernels that XLA's TPU compiler fuses operations into, and hence the arrays that are written to memory.
 
 A product or a convolution takes in whatever lies before it elementwise, and so does every sum: normalisation, softmax
-and activations are computed again wherever they are read, forward and backward. It also goes on with what alone reads
-its result, up to the first array that has several readers: that one is written, in place of the product, but what only
-widens it is computed by each of them. Where two cores share kernels, what narrows it for several of them is written,
-and so is what narrows what is computed of two products, as in a gated unit. All-reduces add up in place.
+and activations are computed again wherever they are read, forward and backward. It also goes on with what alone follows
+from its result, up to the first array whose readers do not come together again: that one is written, in place of the
+product, but what only widens it is computed by each of them. What has zeros between its elements is written. Where two
+cores share kernels, what narrows an array for several of them is written, and so is what narrows what is computed of
+two products, as in a gated unit. All-reduces add up in place.
 
 Reference: convolution fusions in the HLO that libtpu 0.0.42 makes of transformers; TPU fusion is not published.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 from passes.memory import windows
 from passes.memory.conversions import narrows, sliced_first, widens
@@ -23,6 +25,10 @@ from passes.memory.operations import Operation
 
 GOES_ON = frozenset({*ELEMENTWISE, "bitcast"})
 """Kinds that a product goes on with."""
+
+SEARCHED = 64
+"""The operations after a product that are looked at for the one in which they come together again, which bounds the
+time of a deep program."""
 
 TAKES_IN = frozenset({*FUSIBLE, "reduce", "dot"}) - {"gather"}
 """Kinds whose kernels compute what they read."""
@@ -70,6 +76,8 @@ def _rewritten(operations: Sequence[Operation]) -> list[Operation]:
             image, source = operations[choices[operands[-1]]].operands[0], operations[operands[-1]].operands[0]
             read = (_before(operations, image, "pad"), _before(operations, source, "bitcast"))
             changed[index] = operation._replace(kind="opaque", operands=read)
+        elif operation.name == "loop pad" and _spreads(operation):
+            changed[index] = operation._replace(kind="opaque")
         elif operation.kind == "opaque" and operation.name == "concatenate":
             changed[index] = operation._replace(kind="rearrange")
         elif operation.kind == "update" and _scatters_numbers(operations, operation):
@@ -84,6 +92,12 @@ def _before(operations: Sequence[Operation], index: int, kind: str) -> int:
     """The operand of an operation if that is of a kind or has its name, else the operation itself."""
     operation = operations[index]
     return operation.operands[0] if kind in (operation.kind, operation.name) else index
+
+
+def _spreads(operation: Operation) -> bool:
+    """Whether a pad puts zeros between elements."""
+    _, added = cast("tuple[str, Sequence[tuple[int, int, int]]]", operation.tag)
+    return any(between for _, _, between in added)
 
 
 def _scatters_numbers(operations: Sequence[Operation], operation: Operation) -> bool:
@@ -119,19 +133,39 @@ class _Fusion:
             self.written[i] = needed[i] and (not self._is_fused(i) or (narrowed and self._is_narrowed(i)))
 
     def _products(self) -> list[int]:
-        """The product whose result each operation is alone in reading, after any number of steps."""
+        """The product that each operation goes on with, whose result it alone follows, after any number of steps."""
         products = [-1] * len(self.operations)
         for index, operation in enumerate(self.operations):
-            if is_product(operation):
-                products[index] = index
-            elif operation.kind in GOES_ON and not (len(self.readers[index]) > 1 and widens(self.operations, index)):
-                alone = [o for o in operation.operands if products[o] >= 0 and self._goes_on(o, index)]
-                products[index] = products[alone[0]] if alone else -1
+            if not is_product(operation):
+                continue
+            products[index], end = index, index
+            while (steps := self._next(end)) and all(products[step] < 0 for step in steps):
+                for step in steps:
+                    products[step] = index
+                end = steps[-1]
         return products
 
-    def _goes_on(self, index: int, reader: int) -> bool:
-        same = self.operations[index].size == self.operations[reader].size
-        return same and self.readers[index] == [reader] and index not in self.outputs
+    def _next(self, index: int) -> list[int]:
+        """The operations that a product goes on with after one of its own: the next one that alone follows from it, and
+        those between; none where there is no such.
+        """
+        size, waiting, steps = self.operations[index].size, set(self.readers[index]), list[int]()
+        if index in self.outputs:
+            return []
+        while waiting and len(steps) < SEARCHED:
+            step = min(waiting)
+            waiting.remove(step)
+            operation = self.operations[step]
+            if operation.kind not in GOES_ON or operation.size != size:
+                return []
+            steps.append(step)
+            if not waiting:
+                several = len(self.readers[step]) > 1 and widens(self.operations, step)
+                return [] if several and not self._next(step) else steps
+            if step in self.outputs or not self.readers[step]:
+                return []
+            waiting.update(self.readers[step])
+        return []
 
     def _is_fused(self, index: int) -> bool:
         operation = self.operations[index]
@@ -141,8 +175,10 @@ class _Fusion:
             return False
         product = self.products[index]
         if product >= 0:
-            (reader, *others) = self.readers[index]
-            return not others and (self.products[reader] == product or self.operations[reader].kind == "reduce")
+            readers = self.readers[index]
+            if len(readers) == 1 and self.operations[readers[0]].kind == "reduce":
+                return True
+            return all(self.products[reader] == product for reader in readers)
         return operation.kind in FUSIBLE - {"gather"} and all(self._takes_in(r, index) for r in self.readers[index])
 
     def _is_narrowed(self, index: int) -> bool:

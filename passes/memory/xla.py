@@ -14,6 +14,7 @@ The plan is followed to what the compiler makes of it, and that is where the acc
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -29,10 +30,11 @@ from passes.memory.device_program import WHOLE, DeviceProgram, Interface, interf
 from passes.memory.fusion import Kernel, post_order
 from passes.memory.holders import Holder, Temporaries, phase_of
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
-from passes.memory.on_chip import off_chip
+from passes.memory.moments import Moments, moments, nothing, read_at
+from passes.memory.on_chip import Chip, off_chip
 from passes.memory.operations import Operation, elements_nbytes
 from passes.memory.packing import ALIGNMENT, Span, gaps_nbytes
-from passes.memory.reuse import Place, unplaced
+from passes.memory.reuse import Place, connected, unplaced
 from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 
 
@@ -50,7 +52,7 @@ class Compiler:
     fuse: Callable[[Sequence[Operation], Iterable[int]], tuple[Kernel, ...]]
     schedule: Callable[[DeviceProgram, Sequence[Kernel]], list[int]]
     stored: Callable[[Operation], int] = elements_nbytes
-    on_chip_nbytes: int = 0
+    chip: Chip | None = None
     gaps: Callable[[Sequence[Span]], int] = gaps_nbytes
     alignment: int = ALIGNMENT
     beside: Callable[[DeviceProgram, Sequence[Kernel], Lifetimes, Sequence[int]], Callable[[Buffer], int]] | None = None
@@ -73,28 +75,29 @@ def temporaries(
     """The bytes that the compiled step needs beside arguments and outputs."""
     region = _Region(compiler, graph, grouping, mesh, layout, reshardings)
     run = region.run(replace(WHOLE, carried=in_place))
-    places, room = region.places(run, in_place), compiler.on_chip_nbytes
+    places, chip = region.places(run, in_place), compiler.chip
     spans: Sequence[Span] = run.spans
-    if compiler.beside:
-        arguments = region.arguments(run, in_place)
-        spans = off_chip([*spans, *arguments.values()], len(run.sources), room)
-        spans, copied = spans[: len(spans) - len(arguments)], spans[len(spans) - len(arguments) :]
-        for output, span in zip(arguments, copied, strict=True):
+    if chip and compiler.beside:
+        replaced = region.arguments(run, in_place)
+        spans = off_chip([*spans, *replaced.values()], chip, run.moments, run.arguments)
+        spans, copied = spans[: len(spans) - len(replaced)], spans[len(spans) - len(replaced) :]
+        for output, span in zip(replaced, copied, strict=True):
             if output in places:
                 places[output] = places[output]._replace(after=min(places[output].after, span.last))
     spans = [_aligned(span, compiler.alignment) for span in unplaced(spans, list(places.values()))]
-    if not compiler.beside:
-        spans = off_chip(spans, len(run.sources), room)
+    if chip and not compiler.beside:
+        spans = off_chip(spans, chip, run.moments, run.arguments)
+    spans = connected(spans)
     tables_nbytes = compiler.table_nbytes * run.tables
     if not spans:
-        return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.begins[:-1]))
-    live = _live(spans, len(run.sources))
+        return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.moments.begins[:-1]))
+    live = _live(spans, len(run.moments.sources))
     busiest = int(live.argmax())
     return Temporaries(
-        where=run.sources[busiest],
+        where=run.moments.sources[busiest],
         holders=tuple(_holder(span) for span in spans if span.first <= busiest <= span.last),
         gaps_nbytes=compiler.gaps(spans) + tables_nbytes,
-        over_time=tuple(np.maximum.reduceat(live, run.begins[:-1]).tolist()),
+        over_time=tuple(np.maximum.reduceat(live, run.moments.begins[:-1]).tolist()),
     )
 
 
@@ -136,27 +139,27 @@ def _inside(span: Span, moment: int, operations: int) -> Span:
         made_by=span.made_by,
         rank=span.rank - operations,
         beside=span.beside + moment if span.beside >= 0 else -1,
+        events=tuple([event + moment for event in span.events]),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The spans of a region, those of the busiest bodies of its loops included.
+    """The spans of a region, those of the busiest bodies of its loops included, and the `arguments` that are read.
 
-    `sources` are the lines that run, [moments]; kernel k `begins` in moment `begins[k]`, and all end in the last one.
     `tables` are those of copies and of kernels that write several arrays, in its loops' bodies too.
     """
 
     spans: tuple[Span, ...]
-    sources: tuple[str, ...]
-    begins: tuple[int, ...]
+    arguments: tuple[Span, ...]
+    moments: Moments
     lifetimes: Lifetimes
     program: DeviceProgram
     tables: int
 
     @property
     def nbytes(self) -> int:
-        return int(_live(unplaced(self.spans, ()), len(self.sources)).max(initial=0))
+        return int(_live(connected(self.spans), len(self.moments.sources)).max(initial=0))
 
 
 class _Region:
@@ -200,43 +203,62 @@ class _Region:
             self.compiler.stored,
             copies_late=self.compiler.copies_late,
         )
-        begins, inner, sources = list[int](), list[Span](), list[str]()
-        for o in allocation.order:
-            begins.append(moment := len(sources))
-            running = program.operations[o]
-            source = self.graph.nodes[running.node].source if 0 <= running.node < len(self.graph.nodes) else ""
-            within = self.inside[running.node] if running.kind == "loop" else None
-            if within is None or not within.sources:
-                sources.append(source)
-                continue
-            alone = unplaced(within.spans, ())
-            inner.extend(_inside(span, moment, len(within.program.operations)) for span in alone)
-            sources.extend(inside or source for inside in within.sources)
-        begins.append(len(sources))
-        place = post_order(program.operations, program.outputs)
+        made = moments(
+            program,
+            kernels,
+            allocation.order,
+            self.graph.nodes,
+            {node: inside.moments for node, inside in self.inside.items()},
+            self.compiler.chip.cost_of if self.compiler.chip else nothing,
+        )
         find, count = self.compiler.beside, self.compiler.tables or _none
-        beside = find(program, kernels, allocation, begins) if find else _nowhere
-        spans = [
-            Span(
-                b.nbytes,
-                first,
-                last,
-                (self, program, allocation.readers, b),
-                chain,
-                place[b.operations[0]],
-                min(last, beside(b)),
-            )
-            for chain, b in enumerate(allocation.buffers)
-            for first, last in _members(program, allocation, begins, b)
-        ]
+        beside = find(program, kernels, allocation, made.begins) if find else _nowhere
         return _Run(
-            spans=(*spans, *self._once(program, len(sources)), *inner),
-            sources=tuple(sources),
-            begins=tuple(begins),
+            spans=(
+                *self._spans(program, allocation, made, beside),
+                *self._once(program, len(made.sources)),
+                *self._within(program, allocation, made),
+            ),
+            arguments=tuple(self._read(program, read_at(allocation, made))),
+            moments=made,
             lifetimes=allocation,
             program=program,
             tables=count(program, kernels, allocation) + sum(inner.tables for inner in self.inside.values()),
         )
+
+    def _spans(
+        self, program: DeviceProgram, allocation: Lifetimes, made: Moments, beside: Callable[[Buffer], int]
+    ) -> Iterator[Span]:
+        """The spans of the results of kernels."""
+        place, reads = post_order(program.operations, program.outputs), read_at(allocation, made)
+        for chain, b in enumerate(allocation.buffers):
+            events = sorted({moment for o in b.operations for moment in reads(o)})
+            for first, last in _members(program, allocation, made.begins, b):
+                yield Span(
+                    b.nbytes,
+                    first,
+                    last,
+                    (self, program, allocation.readers, b),
+                    chain,
+                    place[b.operations[0]],
+                    min(last, beside(b)),
+                    tuple(events[bisect_left(events, first) : bisect_right(events, last)]),
+                )
+
+    def _read(self, program: DeviceProgram, reads: Callable[[int], Iterable[int]]) -> Iterator[Span]:
+        """The spans of arguments, up to their last readers."""
+        for o in program.inputs:
+            if events := sorted({*reads(o)}):
+                yield Span(self.compiler.stored(program.operations[o]), 0, events[-1], events=tuple(events))
+
+    def _within(self, program: DeviceProgram, allocation: Lifetimes, made: Moments) -> Iterator[Span]:
+        """The spans inside loops."""
+        for position, o in enumerate(allocation.order):
+            operation = program.operations[o]
+            if operation.kind == "loop":
+                within = self.inside[operation.node]
+                for span in connected(within.spans):
+                    yield _inside(span, made.begins[position], len(within.program.operations))
 
     def _once(self, program: DeviceProgram, moments: int) -> Iterator[Span]:
         """The spans of what a loop does not repeat, which live all the while."""
@@ -248,7 +270,7 @@ class _Region:
 
     def places(self, run: _Run, in_place: Mapping[int, int]) -> dict[int, Place]:
         """The places of the outputs, which are those of inputs or their own, by output."""
-        allocation, begins = run.lifetimes, run.begins
+        allocation, begins = run.lifetimes, run.moments.begins
         places: dict[int, Place] = {}
         for output, written in enumerate(allocation.written):
             if written < 0:
@@ -265,7 +287,7 @@ class _Region:
 
     def arguments(self, run: _Run, in_place: Mapping[int, int]) -> dict[int, Span]:
         """The spans of arguments that outputs replace, by output: beside the chip until they are read first."""
-        at = dict(zip(run.lifetimes.order, run.begins, strict=False))
+        at = dict(zip(run.lifetimes.order, run.moments.begins, strict=False))
         spans: dict[int, Span] = {}
         for output, position in in_place.items():
             argument = run.program.inputs[position]

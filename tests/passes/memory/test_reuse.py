@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.memory.packing import Span
-from passes.memory.reuse import Place, unplaced
+from passes.memory.reuse import Place, connected, unplaced
 
 SPANS = st.lists(
     st.builds(
@@ -46,8 +46,12 @@ def test_what_an_output_is_written_over_may_end_as_it_is_written():
 
 
 def test_what_is_left_of_a_chain_is_one_buffer():
-    chain = [Span(4, 1, 3, chain=7), Span(4, 3, 5, chain=7), Span(4, 5, 8, chain=7)]
-    assert unplaced(chain, []) == [Span(4, 1, 8, chain=7)]
-    assert unplaced(chain, [Place(4, -1, 4)]) == [Span(4, 3, 8, chain=7)]
-    assert unplaced(chain, [Place(4, 2, 6)]) == [Span(4, 1, 3, chain=7), Span(4, 5, 8, chain=7)]
-    assert unplaced(chain, [Place(4, -1, 9)]) == []
+    chain = [Span(4, 1, 3, chain=7, events=(2,)), Span(4, 3, 5, chain=7, events=(4,)), Span(4, 5, 8, chain=7)]
+
+    def left(*places: Place) -> list[Span]:
+        return connected(unplaced(chain, places))
+
+    assert left() == [Span(4, 1, 8, chain=7, events=(2, 4))]
+    assert left(Place(4, -1, 4)) == [Span(4, 3, 8, chain=7, events=(4,))]
+    assert left(Place(4, 2, 6)) == [chain[0], chain[2]]
+    assert left(Place(4, -1, 9)) == []

@@ -38,6 +38,19 @@ def test_convolutions_read_a_copy_of_images_that_lie_otherwise(shape: tuple[int,
     assert made[place[5]].operands == (place[2], place[1])
 
 
+def test_images_that_are_rounded_are_copied_as_they_are_rounded() -> None:
+    every = (
+        operation("input", shape=(8, 64, 64, 3), name="images"),
+        narrow("expensive", 0, shape=(8, 64, 64, 3), name="convert float32"),
+        narrow("input", shape=(3, 3, 3, 128), name="weights"),
+        narrow("opaque", 1, 2, shape=(8, 64, 64, 128), name="convolution"),
+    )
+    made, place = copied(every, (3,))
+    (copy,) = [index for index, held in enumerate(made) if held.name == "copy"]
+    assert stored(made[copy]) == IMAGES[8, 64, 64, 3]
+    assert made[copy].operands == (place[1],)
+
+
 def scattered(width: int) -> tuple[Operation, ...]:
     """An embedding of rows so wide: looked up, its gradient scattered, and added to it."""
     table, rows = (4096, width), (64, width)
@@ -52,13 +65,14 @@ def scattered(width: int) -> tuple[Operation, ...]:
     )
 
 
-def test_what_is_scattered_in_rows_is_updated_in_rows_and_copied_back() -> None:
-    """As of DLRM: f32[32768,64] and its momentum in rows of 128."""
-    every = scattered(64)
+@pytest.mark.parametrize("width", [32, 64])
+def test_what_is_scattered_in_rows_is_updated_in_rows_and_copied_back(width: int) -> None:
+    """As of DLRM, f32[32768,64] and its momentum in rows of 128, and of sums of looked-up rows, f32[20000,32]."""
+    every = scattered(width)
     made, place = copied(every, (6,))
-    assert stored(made[place[5]]) == 2 * stored(every[5])
+    assert stored(made[place[5]]) == 128 // width * stored(every[5])
     result = made[place[6]]
-    assert (result.name, result.shape) == ("copy", (4096, 64))
+    assert (result.name, result.shape) == ("copy", (4096, width))
     (added,) = result.operands
     assert made[added].shape == (4096, 128)
     (table, gradient) = made[added].operands

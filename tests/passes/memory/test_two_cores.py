@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from passes.memory.liveness import lifetimes
-from passes.memory.on_chip import off_chip
 from passes.memory.overlap import schedule
-from passes.memory.packing import Span
 from passes.memory.tpu_fusion import fuse
 from passes.memory.two_cores import beside_chip, is_loop
 from tests.passes.memory.device_programs import TABLE, drawn, operation, program
@@ -60,10 +58,3 @@ def test_a_product_is_beside_the_chip_until_its_second_reader_but_sums() -> None
     moment = beside_chip(made, kernels, alive, range(len(alive.order) + 1))
     (scores,) = [buffer for buffer in alive.buffers if buffer.operations == (1,)]
     assert moment(scores) == alive.order.index(4) < scores.last
-
-
-def test_what_is_beside_the_chip_at_first_is_copied_where_there_is_room() -> None:
-    spans = [Span(60, 0, 9, beside=3), Span(60, 2, 9), Span(30, 5, 9, beside=9)]
-    assert off_chip(spans, 10, 60) == [spans[0]._replace(last=3), spans[1], spans[2]]
-    assert off_chip(spans, 10, 120) == [spans[0]._replace(last=3), spans[2]]
-    assert off_chip(spans, 10, 0) == spans

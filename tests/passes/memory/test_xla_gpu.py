@@ -238,7 +238,7 @@ def test_devices_have_the_model_of_their_compiler() -> None:
     gpu, tpu, cpu = (parse_cluster(f"8:{kind}").group().device for kind in ("h100", "tpu-v5e", "cpu"))
     assert model_of(gpu) is not temporaries
     assert model_of(gpu) is model_of(gpu) is xla_gpu.model(WEIGHTS["h100"])
-    assert model_of(tpu) is model_of(tpu) is xla_tpu.model("tpu-v5e")
+    assert model_of(tpu) is model_of(tpu) is xla_tpu.model(tpu)
     assert model_of(cpu) is temporaries
 
 

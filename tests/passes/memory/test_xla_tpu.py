@@ -11,11 +11,8 @@ from passes.ir import Node, TensorType
 from passes.memory.accounting import model_of, nbytes_in
 from passes.memory.all_reduces import combined
 from passes.memory.liveness import lifetimes
-from passes.memory.on_chip import off_chip
 from passes.memory.operations import Kind, Operation, Operations
 from passes.memory.overlap import schedule
-from passes.memory.packing import Span
-from passes.memory.tpu_chips import ON_CHIP_NBYTES
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_layouts import nbytes, stored
 from passes.memory.windows import selected
@@ -67,6 +64,11 @@ def test_kernels_read_what_is_in_memory_and_run_after_it(seed: int) -> None:
         assert all(at[read] < at[kernel.operation] for read in kernel.reads)
 
 
+def narrow(kind: Kind, *operands: int, shape: tuple[int, ...] = TABLE, name: str = "") -> Operation:
+    """An operation of bfloat16."""
+    return operation(kind, *operands, shape=shape, name=name)._replace(dtype="bfloat16")
+
+
 def test_a_product_goes_on_to_the_first_array_of_several_readers() -> None:
     every = (
         operation("input", shape=TABLE, tag=0),
@@ -80,6 +82,34 @@ def test_a_product_goes_on_to_the_first_array_of_several_readers() -> None:
     assert kernels == {0: (), 2: (0,), 5: (0, 2)}
 
 
+def test_a_product_goes_on_through_what_comes_together_again() -> None:
+    """As the gradient of an activation, which reads its own three times, and of which products alone read the last."""
+    every = (
+        operation("input", shape=TABLE, tag=0),
+        operation("dot", 0, 0, shape=TABLE),
+        operation("elementwise", 1, 0, shape=TABLE, name="multiply"),
+        operation("elementwise", 2, 1, shape=TABLE, name="subtract"),
+        operation("elementwise", 3, 1, shape=TABLE, name="add"),
+        narrow("elementwise", 4, name="convert float32"),
+        operation("dot", 5, 5, shape=TABLE, name="next"),
+        operation("dot", 5, 5, shape=TABLE, name="another"),
+    )
+    assert {kernel.operation: kernel.reads for kernel in fuse(every, (6, 7))} == {0: (), 5: (0,), 6: (5,), 7: (5,)}
+    read_elsewhere = (*every, operation("reduce", 2, name="reduce-sum"))
+    assert 1 in {kernel.operation for kernel in fuse(read_elsewhere, (6, 7, 8))}
+
+
+def test_zeros_between_elements_are_written() -> None:
+    """As halves of an associative scan that are interleaved, and not zeros around an image."""
+    for added, is_written in ((((0, 1, 1), (0, 0, 0)), True), (((0, 32, 0), (0, 0, 0)), False)):
+        every = (
+            operation("input", shape=(32, 96), tag=0),
+            operation("rearrange", 0, shape=TABLE, tag=("loop pad", added)),
+            operation("elementwise", 1, shape=TABLE, name="add"),
+        )
+        assert (1 in {kernel.operation for kernel in fuse(every, (2,))}) == is_written
+
+
 def test_what_normalises_is_computed_again_in_every_product_that_reads_it() -> None:
     every = (
         operation("input", shape=TABLE, tag=0),
@@ -91,11 +121,6 @@ def test_what_normalises_is_computed_again_in_every_product_that_reads_it() -> N
     )
     kernels = {kernel.operation: kernel.reads for kernel in fuse(every, (4, 5))}
     assert kernels == {0: (), 1: (0,), 4: (0, 1), 5: (0, 1)}
-
-
-def narrow(kind: Kind, *operands: int, shape: tuple[int, ...] = TABLE, name: str = "") -> Operation:
-    """An operation of bfloat16."""
-    return operation(kind, *operands, shape=shape, name=name)._replace(dtype="bfloat16")
 
 
 def test_a_product_ends_before_it_is_transposed() -> None:
@@ -167,27 +192,10 @@ def test_one_kernel_scatters_to_the_choice_of_each_window(padding: int) -> None:
     assert len(kernels) == 1 + padding  # what was padded is cut off
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_on_the_chip_has_room_there_at_every_moment(seed: int) -> None:
-    r, moments, room = random.Random(seed), 12, 100
-    spans = [
-        Span(r.randrange(1, 60), first, r.randrange(first, moments), made_by=i)
-        for i, first in enumerate(r.choices(range(moments), k=20))
-    ]
-    outside = off_chip(spans, moments, room)
-    inside = [span for span in spans if span not in outside]
-    for moment in range(moments):
-        assert sum(span.nbytes for span in inside if span.first <= moment <= span.last) <= room
-    assert off_chip(spans, moments, 0) == spans
-    assert off_chip(spans, moments, 60 * len(spans)) == []
-    assert all(span in off_chip(spans, moments, room // 2) for span in outside if span.nbytes > room // 2)
-
-
 def test_what_is_small_has_no_place_beside_the_chip() -> None:
     layout = whole()
     step = GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0}
     assert model_of(V5E)(*step).holders == ()
-    assert set(ON_CHIP_NBYTES) >= {"tpu-v5e", "tpu-v5p", "tpu-v6e"}
 
 
 def test_two_cores_read_what_one_wrote_in_the_narrower_dtype() -> None:

@@ -1,0 +1,106 @@
+"""What stays on a TPU's chip: room at every moment, and the rules of XLA's MemorySpaceAssignment on spans by hand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+
+from passes.cluster import parse_cluster
+from passes.memory.moments import Cost, Moments, nothing
+from passes.memory.on_chip import FETCHED, STAYS, Chip, off_chip
+from passes.memory.packing import Span
+from passes.memory.tpu_chips import ON_CHIP_NBYTES, room_nbytes
+
+SEEDS = range(50)
+ROOM = 100
+
+
+def chip(room: int = ROOM) -> Chip:
+    """A chip of which all of so much room is copied in that many seconds."""
+    return Chip(room_nbytes=room, bytes_per_second=1.0, cost_of=nothing)
+
+
+def timed(costs: Iterable[Cost], *loops: tuple[int, int]) -> Moments:
+    """Moments of kernels that cost so much."""
+    made = tuple(costs)
+    return Moments(sources=("",) * len(made), costs=made, begins=tuple(range(len(made) + 1)), loops=frozenset(loops))
+
+
+QUICK = timed([Cost(0.0, 1.0)] * 12)
+
+
+def test_the_room_is_what_kernels_leave() -> None:
+    devices = {name: parse_cluster(f"8:{name}").group().device for name in ("tpu-v3", "tpu-v5e", "tpu-v6e")}
+    assert {name: room_nbytes(device) for name, device in devices.items()} == {
+        "tpu-v3": 0,
+        "tpu-v5e": 117_440_512,
+        "tpu-v6e": 96 * 2**20,
+    }
+    assert set(ON_CHIP_NBYTES) >= {"tpu-v5e", "tpu-v5p", "tpu-v6e"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_on_the_chip_has_room_there_at_every_moment(seed: int) -> None:
+    r, count = random.Random(seed), 12
+    spans = [
+        Span(r.randrange(1, 60), first, r.randrange(first, count), made_by=i)
+        for i, first in enumerate(r.choices(range(count), k=20))
+    ]
+    outside = {span.made_by for span in off_chip(spans, chip(), QUICK)}
+    inside = [span for span in spans if span.made_by not in outside]
+    for moment in range(count):
+        assert sum(span.nbytes for span in inside if span.first <= moment <= span.last) <= ROOM
+    assert off_chip(spans, chip(0), QUICK) == spans
+    assert off_chip(spans, chip(60 * len(spans)), QUICK) == []
+    large = [span for span in spans if span.nbytes > ROOM // 4]
+    assert {span.made_by for span in off_chip(spans, chip(ROOM // 4), QUICK)} >= {span.made_by for span in large}
+
+
+def test_what_waits_too_long_for_its_reader_lies_beside_the_chip() -> None:
+    """As activations of a large step, which the backward pass reads milliseconds later, and none of a small one."""
+    for seconds, stays in ((STAYS * ROOM, True), (STAYS * ROOM + 1, False)):
+        moments = timed([Cost(0.0, 1.0), Cost(0.0, seconds), Cost(0.0, 1.0)])
+        span = Span(10, 0, 2, events=(2,))
+        assert off_chip([span], chip(), moments) == ([] if stays else [span])
+        assert off_chip([span._replace(events=(1, 2))], chip(), moments) == []
+        assert off_chip([span._replace(events=(0, 2))], chip(), timed(moments.costs, (0, 2))) == []
+
+
+def test_what_is_fetched_has_no_place_beside_the_chip_after_that() -> None:
+    moments = timed([Cost(0.0, 1.0), *[Cost(0.0, STAYS * ROOM)] * 2, *[Cost(0.0, 1.0)] * 3])
+    span = Span(10, 0, 5, events=(3, 5))
+    assert off_chip([span], chip(), moments) == [span._replace(last=3)]
+    soon = timed([Cost(0.0, 1.0), Cost(0.0, STAYS * 10 * ROOM), *[Cost(0.0, 1.0)] * 3])
+    assert off_chip([Span(10, 0, 2, events=(1, 2))], chip(9), soon) == [Span(10, 0, 2, events=(1, 2))]
+
+
+def test_arguments_take_room_as_they_are_fetched() -> None:
+    copied = 60.0
+    moments = timed([Cost(0.0, FETCHED * copied)] * 3)
+    made, weights = Span(50, 0, 2, events=(2,)), Span(60, 0, 2, events=(2,))
+    assert off_chip([made], chip(), moments) == []
+    assert off_chip([made], chip(), moments, [weights]) == [made]
+
+
+def test_what_waits_for_memory_comes_before_what_computes() -> None:
+    """As results of elementwise kernels before those of products."""
+    costs = [Cost(9.0, 1.0), Cost(0.0, 9.0), Cost(9.0, 1.0), Cost(0.0, 9.0)]
+    product, elementwise = Span(60, 0, 2, events=(2,)), Span(60, 1, 3, events=(3,))
+    assert off_chip([product, elementwise], chip(), timed(costs)) == [product]
+
+
+def test_one_place_is_kept_until_all_have_read_it() -> None:
+    """What comes and goes leaves gaps that a large buffer does not fit: there is room for it in all, and no place."""
+    costs = [Cost(0.0, 1.0)] * 4
+    spans = [Span(40, 0, 1, events=(1,)), Span(30, 0, 3, events=(1, 2, 3)), Span(50, 2, 3, events=(3,))]
+    assert off_chip(spans, chip(120), timed(costs)) == []
+    kept = off_chip([spans[0], spans[1]._replace(nbytes=30), spans[2]._replace(nbytes=65)], chip(100), timed(costs))
+    assert all(span.nbytes == 65 for span in kept)
+
+
+def test_what_is_beside_the_chip_at_first_is_copied_where_there_is_room() -> None:
+    spans = [Span(60, 0, 9, beside=3), Span(60, 2, 9), Span(30, 5, 9, beside=9)]
+    assert off_chip(spans, chip(120), QUICK) == [spans[0]._replace(last=3), spans[2]]
+    assert off_chip(spans, chip(0), QUICK) == spans
