@@ -203,8 +203,8 @@ class GroupWalks:
 
     def _joins(self, walk: GroupWalk) -> bool:
         """Whether a walk reduces what a member puts beside other elements, as it does with a part of a gradient."""
-        joining = [member for member in self.members if member.form.rule.moves]
-        parts = {value for member in joining for o, value in member.may_be_partial if member.form.grows[o]}
+        joining = [member for member in self.members if member.sizeless.rule.moves]
+        parts = {value for member in joining for o, value in member.may_be_partial if member.sizeless.grows[o]}
         return not parts.isdisjoint(walk.reduced)
 
     def _walk(self, choice: AxisChoice, reduced: dict[int, ShardingSpec], *, widens: bool = False) -> GroupWalk | None:
