@@ -208,13 +208,14 @@ def test_stages_that_need_too_much_are_planned_again_within_less(monkeypatch: py
     monkeypatch.setattr(StagePlans, "plan", noted)
     fastest = search.run()
     assert fastest is not None
-    search.plans.limits = Limits.equal(0.95 * fastest.peak_nbytes)
+    limits = Limits.equal(0.95 * fastest.peak_nbytes)
+    search.plans.options = replace(search.plans.options, limits=limits)
     within, over = [
         plan_of(search.plans, drafts[0])
         for tightened in (2, 0)
         if not monkeypatch.setattr("passes.pipeline.stage_plans.TIGHTENED", tightened)
     ]
-    assert within.peak_nbytes <= search.plans.limits.searched < over.peak_nbytes
+    assert within.peak_nbytes <= limits.searched < over.peak_nbytes
     assert within.step_seconds <= 1.1 * over.step_seconds
 
 
