@@ -23,13 +23,12 @@ from dataclasses import dataclass
 
 from passes.memory import windows
 from passes.memory.code_duplication import Copies
-from passes.memory.operations import Operation
+from passes.memory.operations import ELEMENTWISE, Operation
 from passes.memory.reshapes import computed_before
 
 PRODUCERS = frozenset(
     {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "reduce"}
 )
-ELEMENTWISE = frozenset({"elementwise", "expensive"})
 ONCE = frozenset({"expensive", "gather", "reduce"})
 REPEATING = frozenset({"broadcast", "gather", "rearrange"})
 LIBRARY_ELEMENTS = 4096

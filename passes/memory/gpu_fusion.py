@@ -20,14 +20,13 @@ from typing import cast
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.gpu_softmax import apart
-from passes.memory.operations import DRAWN, Operation, Shape
+from passes.memory.operations import DRAWN, ELEMENTWISE, Operation, Shape
 
 FUSIBLE = frozenset(
     {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "literal"}
 )
 """Kinds that are computed where they are read."""
 
-ELEMENTWISE = frozenset({"elementwise", "expensive"})
 PURE = frozenset({*ELEMENTWISE, "bitcast"})
 TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
 """Kinds whose kernels compute what they read."""

@@ -19,8 +19,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
-from passes.memory.gpu_fusion import COPY, ELEMENTWISE
-from passes.memory.operations import Operation, Shape
+from passes.memory.gpu_fusion import COPY
+from passes.memory.operations import ELEMENTWISE, Operation, Shape
 
 
 def copied(operations: Sequence[Operation], outputs: Collection[int] = ()) -> tuple[list[Operation], list[int]]:

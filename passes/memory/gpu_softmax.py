@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from passes.memory.operations import Operation, Shape
+from passes.memory.operations import ELEMENTWISE, Operation, Shape
 
-ELEMENTWISE = frozenset({"elementwise", "expensive"})
 VIEWS = frozenset({"bitcast", "transpose"})
 
 

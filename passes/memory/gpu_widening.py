@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from passes.memory.gpu_fusion import ELEMENTWISE
-from passes.memory.operations import Operation
+from passes.memory.operations import ELEMENTWISE, Operation
 
 NARROW, WIDE = "bfloat16", "float32"
 NATIVE = frozenset("abs checked copy exponential log masked maximum minimum negate reduce-precision select xor".split())

@@ -45,6 +45,9 @@ another name for its first operand once the others are there, `result` one of se
 
 Shape = tuple[int, ...]
 
+ELEMENTWISE = frozenset({"elementwise", "expensive"})
+"""The kinds of operations that compute each element of their result from the elements at the same place."""
+
 NEUTRAL: Mapping[str, float] = MappingProxyType(
     {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0, "maximum": -math.inf, "minimum": math.inf}
 )

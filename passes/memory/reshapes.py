@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from passes.memory.operations import Operation, Shape
-
-ELEMENTWISE = frozenset({"elementwise", "expensive"})
+from passes.memory.operations import ELEMENTWISE, Operation, Shape
 
 
 def computed_before(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> frozenset[int]:

@@ -13,8 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from passes.memory.all_reduces import in_order
-from passes.memory.gpu_fusion import ELEMENTWISE
-from passes.memory.operations import Operation, Shape
+from passes.memory.operations import ELEMENTWISE, Operation, Shape
 from passes.memory.tpu_layouts import in_tiles, nbytes
 
 MOVED = frozenset({"transpose", "bitcast"})

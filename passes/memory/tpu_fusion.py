@@ -20,8 +20,8 @@ from typing import cast
 from passes.memory import windows
 from passes.memory.conversions import narrows, sliced_first, widens
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_fusion import ELEMENTWISE, FUSIBLE, kernels_of
-from passes.memory.operations import Operation
+from passes.memory.gpu_fusion import FUSIBLE, kernels_of
+from passes.memory.operations import ELEMENTWISE, Operation
 
 GOES_ON = frozenset({*ELEMENTWISE, "bitcast"})
 """Kinds that a product goes on with."""
