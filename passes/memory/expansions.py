@@ -1,5 +1,5 @@
-"""The functions of elements that XLA computes by simpler ones: quotients, integer powers, logistic functions, and the
-inverse error function.
+"""The functions of elements that XLA computes by simpler ones: products, quotients, integer powers, logistic functions,
+and the inverse error function.
 
 Reference: XLA's AlgebraicSimplifier and LogisticExpander, and the CHLO functions that JAX writes, as of jaxlib 0.10.
 """
@@ -31,6 +31,41 @@ def divided(operations: Operations, node: Node, operands: Sequence[int], results
     inverse = operations.elementwise("divide", (ones, spread.operands[0]), narrow, expensive=True)
     wide = operations.broadcast(inverse, type.shape, cast("tuple[int, ...]", spread.tag))
     return [operations.elementwise("multiply", (above, wide), type)]
+
+
+def multiplied(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
+    """The operations of a product: by what is true or false it is a choice, and a number that one factor was multiplied
+    by goes over to another one that is broadcast, or to another number.
+    """
+    (type,) = results
+    for factor, other in (operands, operands[::-1]):
+        described = operations[factor]
+        if described.name == "convert bool":
+            zero = operations.broadcast(operations.literal(0.0, type.dtype), type.shape, ())
+            return [operations.elementwise("select", (described.operands[0], other, zero), type)]
+    for factor, other in (operands, operands[::-1]):
+        described, spread = operations[factor], operations.broadcast(other, type.shape)
+        if described.kind != "elementwise" or described.name != "multiply" or operations[spread].kind != "broadcast":
+            continue
+        numbers = [(each, operations.number(each)) for each in described.operands]
+        number = next((number for _, number in numbers if number is not None), None)
+        array = next((each for each, number in numbers if number is None), None)
+        if number is None or array is None:
+            continue
+        made = _scaled(operations, spread, number)
+        return [operations.elementwise("multiply", (array, made), type)]
+    return [operations.elementwise("multiply", operands, type)]
+
+
+def _scaled(operations: Operations, spread: int, number: object) -> int:
+    """A broadcast array, or another number, multiplied by a number before it is broadcast."""
+    described = operations[spread]
+    (narrow,) = described.operands
+    if (other := operations.number(narrow)) is not None:
+        return operations.broadcast(operations.literal(("*", number, other), described.dtype), described.shape)
+    type = TensorType(shape=operations[narrow].shape, dtype=described.dtype)
+    made = operations.elementwise("multiply", (narrow, operations.literal(number, type.dtype)), type)
+    return operations.broadcast(made, described.shape, cast("tuple[int, ...]", described.tag))
 
 
 def power(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:

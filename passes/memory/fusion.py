@@ -168,6 +168,8 @@ class _Library:
             return operation.dtype in LIBRARY_DTYPES or operation.dtype == "int32"
         if operation.kind == "rearrange":
             return operation.name == "pad"
+        if operation.kind == "reduce":
+            return self._large(index)
         is_supported_name = operation.name in LIBRARY_OPCODES or operation.name.startswith(("power", "convert"))
         return operation.kind in ELEMENTWISE and is_supported_name and self._large(index)
 

@@ -16,7 +16,8 @@ from types import MappingProxyType
 from typing import cast
 
 from passes.ir import Node, TensorType
-from passes.memory.expansions import divided, error_inverse, logistic, power
+from passes.memory import lapack
+from passes.memory.expansions import divided, error_inverse, logistic, multiplied, power
 from passes.memory.grouped_products import grouped
 from passes.memory.operations import DRAWN, TRANSPOSED, Operations, Shape
 from passes.memory.pads_and_joins import concatenated, padded, parts_of_joined
@@ -169,47 +170,6 @@ def _sorted(operations: Operations, node: Node, operands: Sequence[int], results
     ]
 
 
-def _by_columns(operations: Operations, operand: int) -> int:
-    """The operation of matrices in LAPACK's order, column after column."""
-    rank = len(operations[operand].shape)
-    return operations.transpose(operand, (*range(rank - 2), rank - 1, rank - 2))
-
-
-def _in_place(operations: Operations, room: int, name: str, *operands: int) -> int:
-    """The operation that a kernel writes over `room`, or over a copy of an argument under another name."""
-    target = operations[room]
-    source = target.operands[0] if target.kind == "bitcast" else room
-    if operations[source].kind == "input":
-        room = operations.add("opaque", (room,), target.shape, target.dtype, ("copy", operations.at))
-    return operations.add("update", (room, *operands), target.shape, target.dtype, (name, operations.at))
-
-
-def _factored(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a QR factorisation: reflectors replace a copy; R is cut out of it, Q takes another copy."""
-    orthogonal, triangle = results
-    packed = _in_place(operations, _by_columns(operations, operands[0]), "geqrf")
-    by_columns = (*orthogonal.shape[:-2], orthogonal.shape[-1], orthogonal.shape[-2])
-    room = operations.add("opaque", (packed,), by_columns, orthogonal.dtype, ("reflectors", operations.at))
-    factored = _by_columns(operations, _in_place(operations, room, "orgqr"))
-    tag = ("triangle", operations.at)
-    return [factored, operations.add("rearrange", (packed,), triangle.shape, triangle.dtype, tag)]
-
-
-def _cholesky(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a Cholesky factorisation in a copy, masked where there is none."""
-    factored = _in_place(operations, _by_columns(operations, operands[0]), "potrf")
-    masked = operations.elementwise(
-        "checked", (factored,), TensorType(shape=operations[factored].shape, dtype=results[0].dtype)
-    )
-    return [_by_columns(operations, masked)]
-
-
-def _solved(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operation of a triangular solve, in the place of the right-hand side."""
-    matrix, right = (_by_columns(operations, operand) for operand in operands)
-    return [_by_columns(operations, _in_place(operations, right, "trsm", matrix))]
-
-
 def _random(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     """The operations of random bits: two counter words for each word of the result go round a loop, copied once. On
     GPUs and TPUs the rounds are unrolled, and are computed element by element.
@@ -225,6 +185,20 @@ def _random(operations: Operations, node: Node, operands: Sequence[int], results
     loop = operations.add("opaque", (*both, *copies), (0,), "bool", ("threefry2x32", operations.at))
     words_of = [operations.add("part", (o, loop), words.shape, words.dtype, ("words", operations.at)) for o in both]
     return [operations.elementwise("xor", words_of, type)]
+
+
+def _transformed(
+    operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    """The operation of a Fourier transform; on CPUs the step passes its result on as rows (`autopar.lowering.lower`),
+    which readers cannot write over.
+    """
+    (type,) = results
+    made = operations.add("opaque", operands, type.shape, type.dtype, (node.primitive, operations.at))
+    if operations.compiler != "cpu":
+        return [made]
+    rows = operations.barrier([operations.reshape(made, (math.prod(type.shape),))])
+    return [operations.reshape(rows[0], type.shape)]
 
 
 def _gathered(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
@@ -314,27 +288,34 @@ XLA_OPS: Mapping[str, ToXla] = MappingProxyType(
         **dict.fromkeys("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split(), _scattered),
         "bitcast_convert_type": _bits,
         "broadcast_in_dim": _broadcast,
-        "cholesky": _cholesky,
+        "cholesky": lapack.cholesky,
         "concatenate": concatenated,
         "conv_general_dilated": convolution,
         CONVERSION: _converted,
         "div": divided,
         PRODUCT: contraction,
         "dynamic_update_slice": _scattered,
+        "eig": lapack.general,
+        "eigh": lapack.symmetric,
         "erf_inv": error_inverse,
+        "fft": _transformed,
         "gather": _gathered,
         "integer_pow": power,
         "iota": _iota,
+        "lu": lapack.triangles,
+        "mul": multiplied,
         "logistic": logistic,
         "pad": padded,
-        "qr": _factored,
+        "qr": lapack.orthogonal,
         "ragged_dot_general": grouped,
         "random_bits": _random,
+        "schur": lapack.schur,
         "select_and_scatter_add": selected,
         "sort": _sorted,
         "stack": concatenated,
+        "svd": lapack.singular,
         "transpose": _transposed,
-        "triangular_solve": _solved,
+        "triangular_solve": lapack.solved,
     }
 )
 """The lowering of each primitive that becomes more or less than one operation."""

@@ -62,7 +62,7 @@ TRANSPOSED = "transposed"
 DRAWN = "threefry2x32"
 """The name of random bits that are computed element by element."""
 
-COMMUTATIVE = frozenset({"add", "multiply", "maximum", "minimum"})
+COMMUTATIVE = frozenset({"add", "and", "maximum", "minimum", "multiply", "or", "xor"})
 
 UNIFORM = frozenset({"literal", "broadcast"})
 """Kinds that may be the same along a dimension: without any of them, and unless it is `SIMPLIFIED`, all is as it is."""
@@ -154,8 +154,10 @@ class Operations:
         return self.every[operation]
 
     def add(self, kind: Kind, operands: Iterable[int], shape: Shape, dtype: str, tag: object = None) -> int:
-        """The operation, or the equal one that is there already."""
-        key = (kind, operands := tuple(operands), shape, dtype, tag)
+        """The operation, or the equal one that is there already, in whatever order a sum or product reads its two."""
+        operands = tuple(operands)
+        is_swapped = kind == "elementwise" and tag in COMMUTATIVE and operands[0] > operands[-1]
+        key = (kind, operands[::-1] if is_swapped else operands, shape, dtype, tag)
         new = len(self.every)
         index = self.known.setdefault(key, new)
         if index == new:

@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
     """The spans that find no place, in order."""
-    free = sorted((place for place in places if place.before - place.after > 1), key=lambda place: place.nbytes)
+    free = sorted((place for place in places if place.before - place.after > 1), key=_turn)
     placed = _placed(spans, free) if free else bytearray(len(spans))
     return [span for span, is_placed in zip(spans, placed, strict=True) if not is_placed]
 
@@ -43,6 +43,11 @@ def connected(spans: Sequence[Span]) -> list[Span]:
             span = before._replace(last=span.last, beside=max(before.beside, span.beside), events=events)
         remaining.append(span)
     return remaining
+
+
+def _turn(place: Place) -> tuple[int, bool, int]:
+    """The order in which places are tried: of equal ones, those of arguments and of what is written early last."""
+    return place.nbytes, place.after >= 0, -place.before
 
 
 def _placed(spans: Sequence[Span], free: Sequence[Place]) -> bytearray:
