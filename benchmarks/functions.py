@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.decompositions import DECOMPOSITIONS
 from benchmarks.gradients import GRADIENTS
 
 ROWS, COLUMNS = 1024, 512
@@ -157,5 +158,6 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
         "attention": Function(call=_step(_attended), arguments=(_WEIGHT, _MATRIX), is_step=True),
         "half": Function(call=_step(_half), arguments=(_WEIGHT, _MATRIX), is_step=True),
     }
+    | {name: Function(call=call, arguments=(matrix,)) for name, (call, matrix) in DECOMPOSITIONS.items()}
     | {name: Function(call=_step(loss), arguments=given, is_step=True) for name, (loss, given) in GRADIENTS.items()}
 )

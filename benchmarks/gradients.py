@@ -147,12 +147,45 @@ def _smooth(w: jax.Array, images: jax.Array) -> jax.Array:
     return jnp.sum(jnp.abs(y[:, 1:] - y[:, :-1])) + jnp.sum(jnp.abs(y[:, :, 1:] - y[:, :, :-1]))
 
 
-_ROWS = jax.ShapeDtypeStruct((SEQUENCES, LENGTH, WIDTH), jnp.float32)
-_SQUARE = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-_SCALE = jax.ShapeDtypeStruct((WIDTH,), jnp.float32)
-_IMAGES = jax.ShapeDtypeStruct(IMAGES, jnp.float32)
-_KERNEL = jax.ShapeDtypeStruct((3, 3, IMAGES[-1], IMAGES[-1]), jnp.float32)
-_MIXING = jax.ShapeDtypeStruct((IMAGES[-1], IMAGES[-1]), jnp.float32)
+def _maxout(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.einsum("bsd,dkh->bskh", x, w).max(2) ** 2)
+
+
+def _mixture(params: Any, x: jax.Array) -> jax.Array:
+    gates = jax.nn.softmax(x @ params["gate"])
+    hidden = jax.nn.relu(jnp.einsum("bsd,edh->bseh", x, params["inner"]))
+    return jnp.mean(jnp.einsum("bse,bseh,ehd->bsd", gates, hidden, params["outer"]) ** 2)
+
+
+def _squeezed(params: Any, images: jax.Array) -> jax.Array:
+    y = lax.conv_general_dilated(images, params["kernel"], (1, 1), "SAME", dimension_numbers=NHWC)
+    scale = jax.nn.sigmoid(jax.nn.relu(y.mean((1, 2)) @ params["inner"]) @ params["outer"])
+    return jnp.mean((y * scale[:, None, None]) ** 2)
+
+
+def _pixel_normed(kernel: jax.Array, images: jax.Array) -> jax.Array:
+    y = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=NHWC)
+    return jnp.mean((y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-8)) ** 4)
+
+
+def _curved(params: Any, x: jax.Array) -> jax.Array:
+    def solution(point: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.tanh(point @ params["inner"]) @ params["middle"]) @ params["outer"]
+
+    traces = jax.vmap(lambda point: jnp.trace(jax.hessian(solution)(point)))(x[:, 0, :2])
+    return jnp.mean((traces - 1) ** 2)
+
+
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    """An array without elements."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+_ROWS, _SQUARE, _SCALE = _float32(SEQUENCES, LENGTH, WIDTH), _float32(WIDTH, WIDTH), _float32(WIDTH)
+_IMAGES, _KERNEL, _MIXING = _float32(*IMAGES), _float32(3, 3, *IMAGES[-1:] * 2), _float32(*IMAGES[-1:] * 2)
+_EXPERTS = {"gate": _float32(WIDTH, 4), "inner": _float32(4, WIDTH, 64), "outer": _float32(4, 64, WIDTH)}
+_SQUEEZED = {"kernel": _KERNEL, "inner": _float32(IMAGES[-1], 2), "outer": _float32(2, IMAGES[-1])}
+_CURVED = {"inner": _float32(2, 64), "middle": _float32(64, 64), "outer": _float32(64)}
 
 GRADIENTS: Mapping[str, tuple[Loss, tuple[Any, Any]]] = MappingProxyType(
     {
@@ -179,6 +212,11 @@ GRADIENTS: Mapping[str, tuple[Loss, tuple[Any, Any]]] = MappingProxyType(
         "window-means": (_window_means, (_MIXING, _IMAGES)),
         "enlarged": (_enlarged, (_MIXING, _IMAGES)),
         "smooth": (_smooth, (_MIXING, _IMAGES)),
+        "maxout": (_maxout, (_float32(WIDTH, 4, WIDTH), _ROWS)),
+        "mixture": (_mixture, (_EXPERTS, _ROWS)),
+        "squeezed": (_squeezed, (_SQUEEZED, _IMAGES)),
+        "pixel-normed": (_pixel_normed, (_KERNEL, _IMAGES)),
+        "curved": (_curved, (_CURVED, _ROWS)),
     }
 )
 """Losses with the shapes of their weights and rows, by name."""

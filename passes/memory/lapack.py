@@ -116,9 +116,9 @@ def _by_columns(operations: Operations, operand: int) -> int:
 
 
 def _mask(operations: Operations, factored: int) -> int:
-    """The operation that gives NaN where there is no factorisation; no result of several is written over."""
+    """The operation that gives NaN where there is no factorisation."""
     made = operations[factored]
-    return operations.add("rearrange", (factored,), made.shape, made.dtype, "checked")
+    return operations.elementwise("checked", (factored,), TensorType(shape=made.shape, dtype=made.dtype))
 
 
 def _checked(operations: Operations, factored: int) -> int:

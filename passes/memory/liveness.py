@@ -244,17 +244,30 @@ class _Allocation:
         return self.at[described.operands[0] if described.kind == "result" else operation]
 
     def _written_over(self, operation: int, holders: Mapping[int, int]) -> int:
-        """The operation in whose buffer a result is written: that of an operand, or its own."""
+        """The operation in whose buffer a result is written: that of an operand, or its own.
+
+        Only a kernel that has to be writes over what it reads under another name.
+        Reference: XLA's HeapSimulator, which asks whether the operation that wrote is an operand, as of jaxlib 0.10.
+        """
+        is_tied = self.operations[operation].kind in ("carry", "update")
         for read in self._over(operation):
-            holder = holders.get(self.names.get(read, -1))
-            if holder is not None and self.last[holder] == self._first(operation):
+            name = self.names.get(read, -1)
+            holder = holders.get(name)
+            if holder is not None and self.last[holder] == self._first(operation) and (is_tied or name == read):
                 return holder
         return operation
+
+    def _is_passed_on(self, operation: int) -> bool:
+        """Whether a loop reads an array, and has it under another name after it."""
+        return any(self.operations[reader].kind == "loop" for reader in self.readers.get(operation, ()))
 
     def _over(self, operation: int) -> list[int]:
         """The operands of its own shape and dtype that an operation may be written over."""
         described = self.operations[operation]
-        over = described.operands[:1] if described.kind in ("carry", "update") else self.kernels[operation].over
+        if described.kind in ("carry", "update"):
+            over: Sequence[int] = described.operands[:1]
+        else:
+            over = [o for o in self.kernels[operation].over if not self._is_passed_on(o)]
         return [
             o
             for o in over

@@ -51,6 +51,8 @@ def contraction(
         arranged = operations.transpose(before if is_widened else operand, order)
         if operations[arranged].kind == "transpose" and by_columns and not is_widened:
             arranged = operand  # read by columns as well as by rows
+            if operations.compiler == "cpu" and len(order) == 2:
+                matrix = operations[operand].shape
         reads.append(widen(operations, operations.reshape(arranged, matrix)))
     dot = _dot(operations, reads, product.made, type.dtype, ("merged", numbers), narrow, product.orders)
     return [operations.reshape(dot, type.shape)]

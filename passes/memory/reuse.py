@@ -1,7 +1,8 @@
 """The buffers of a step that lie in the place of an argument no longer read, or of an output not written yet.
 
 XLA goes through the buffers from the largest to the smallest, and puts each into the smallest such place that is free
-for as long as it lives. A buffer may end as the output is written if it is written over.
+for as long as it lives, of equal ones into the last of a post-order visit. A buffer may end as the output is written if
+it is written over.
 
 Reference: XLA's BufferAssigner::AssignSingleHloBuffer, as of jaxlib 0.10.
 """
@@ -17,18 +18,20 @@ from passes.memory.packing import Span
 class Place(NamedTuple):
     """The place of an output: free after moment `after`, when its argument is last read, until `before`.
 
-    The output is written in the moment `before`, over the last of one of the chains `over` if that is here.
+    The output is written in the moment `before`, over the last of one of the chains `over` if that is here. `turn` is
+    its place in a post-order visit, or that of its argument.
     """
 
     nbytes: int
     after: int
     before: int
     over: frozenset[int] = frozenset()
+    turn: int = 0
 
 
 def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
     """The spans that find no place, in order."""
-    free = sorted((place for place in places if place.before - place.after > 1), key=_turn)
+    free = sorted((place for place in places if place.before - place.after > 1), key=lambda place: (place.nbytes, -place.turn))
     placed = _placed(spans, free) if free else bytearray(len(spans))
     return [span for span, is_placed in zip(spans, placed, strict=True) if not is_placed]
 
@@ -43,11 +46,6 @@ def connected(spans: Sequence[Span]) -> list[Span]:
             span = before._replace(last=span.last, beside=max(before.beside, span.beside), events=events)
         remaining.append(span)
     return remaining
-
-
-def _turn(place: Place) -> tuple[int, bool, int]:
-    """The order in which places are tried: of equal ones, those of arguments and of what is written early last."""
-    return place.nbytes, place.after >= 0, -place.before
 
 
 def _placed(spans: Sequence[Span], free: Sequence[Place]) -> bytearray:

@@ -271,6 +271,7 @@ class _Region:
     def places(self, run: _Run, in_place: Mapping[int, int]) -> dict[int, Place]:
         """The places of the outputs, which are those of inputs or their own, by output."""
         allocation, begins = run.lifetimes, run.moments.begins
+        turns = post_order(run.program.operations, run.program.outputs)
         places: dict[int, Place] = {}
         for output, written in enumerate(allocation.written):
             if written < 0:
@@ -282,6 +283,7 @@ class _Region:
                 after=begins[read + 1] - 1 if read >= 0 else -1,
                 before=_begin(run.program, allocation, begins, written),
                 over=frozenset(allocation.over.get(output, ())),
+                turn=turns[run.program.inputs[in_place[output]] if output in in_place else run.program.outputs[output]],
             )
         return places
 
