@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from passes.memory import windows
 from passes.memory.code_duplication import Copies
 from passes.memory.operations import ELEMENTWISE, Operation
-from passes.memory.reshapes import computed_before
 
 PRODUCERS = frozenset(
     {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "reduce"}
@@ -64,9 +63,8 @@ class Kernel:
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations, without those that no output needs."""
     graph = _Graph(operations, tuple(dict.fromkeys(outputs)))
-    before = computed_before(operations, graph.readers)
     _Library(graph).run()
-    _Loops(graph, before).run()
+    _Loops(graph).run()
     return graph.kernels()
 
 
@@ -188,12 +186,11 @@ class _Library:
 class _Loops:
     """The kernels of everything else: each operation with the producers that may be computed again where they are read.
 
-    `place` is the position of each operation in the order in which they are looked at, the last first; `before` are
-    those that come before a reshape, which alone reads them.
+    `place` is the position of each operation in the order in which they are looked at, the last first.
     """
 
-    def __init__(self, graph: _Graph, before: frozenset[int]) -> None:
-        self.graph, self.before = graph, before
+    def __init__(self, graph: _Graph) -> None:
+        self.graph = graph
         self.place = _visited(graph.reads, graph.outputs)
 
     def run(self) -> None:
@@ -271,7 +268,7 @@ class _Loops:
         for index in reversed(range(len(self.graph.operations))):
             if len(self.graph.readers[index]) < 2 or len(self.graph.reads[index]) < 2:
                 continue
-            if not self.graph.alive[index] or not self.graph.flexible[index] or index in self.before:
+            if not self.graph.alive[index] or not self.graph.flexible[index]:
                 continue
             rank = _rank(self.graph.operations[index])
             large = [

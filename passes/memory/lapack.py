@@ -40,7 +40,7 @@ def triangles(operations: Operations, node: Node, operands: Sequence[int], resul
     """The operations of an LU factorisation in a copy: the matrix of both triangles, pivots, and their permutation."""
     _, pivots, permutation = results
     packed, swaps = _called(operations, operands[0], "getrf", [pivots])
-    (order,) = (operations.add("opaque", (swaps,), permutation.shape, permutation.dtype, ("swapped", operations.at)),)
+    order = operations.add("opaque", (swaps,), permutation.shape, permutation.dtype, ("swapped", operations.at))
     return [_checked(operations, packed), swaps, order]
 
 
@@ -53,9 +53,9 @@ def singular(operations: Operations, node: Node, operands: Sequence[int], result
     least = min(rows, columns)
     is_full = bool(node.params["full_matrices"])
     dtype = operations[operands[0]].dtype
-    left = TensorType(shape=(*batch, rows if is_full else least, rows), dtype=dtype)
-    right = TensorType(shape=(*batch, columns, columns if is_full else least), dtype=dtype)
-    _, values, *vectors = _called(operations, operands[0], "gesdd", [results[0], left, right])
+    of_rows = TensorType(shape=(*batch, rows if is_full else least, rows), dtype=dtype)
+    of_columns = TensorType(shape=(*batch, columns, columns if is_full else least), dtype=dtype)
+    _, values, *vectors = _called(operations, operands[0], "gesdd", [results[0], of_rows, of_columns])
     checked = [_mask(operations, values)]
     return checked + [_checked(operations, each) for each in vectors] if node.params["compute_uv"] else checked
 
@@ -73,12 +73,9 @@ def general(operations: Operations, node: Node, operands: Sequence[int], results
     """
     vectors = TensorType(shape=operations[operands[0]].shape, dtype=results[0].dtype)
     _, values, *both = _called(operations, operands[0], "geev", [results[0], vectors, vectors])
-    wanted = [
-        vectors
-        for vectors, name in zip(both, ("compute_left_eigenvectors", "compute_right_eigenvectors"), strict=True)
-        if node.params[name]
-    ]
-    return [_mask(operations, values), *(_checked(operations, vectors) for vectors in wanted)]
+    names = ("compute_left_eigenvectors", "compute_right_eigenvectors")
+    kept = [each for each, name in zip(both, names, strict=True) if node.params[name]]
+    return [_mask(operations, values), *(_checked(operations, each) for each in kept)]
 
 
 def schur(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:

@@ -22,6 +22,7 @@ from passes.memory.grouped_products import grouped
 from passes.memory.operations import DRAWN, TRANSPOSED, Operations, Shape
 from passes.memory.pads_and_joins import concatenated, padded, parts_of_joined
 from passes.memory.products import contraction, convolution
+from passes.memory.reshapes import axes_before
 from passes.memory.windows import selected, windowed
 
 CHEAP = frozenset(
@@ -240,7 +241,7 @@ def _reduced(operations: Operations, node: Node, operands: Sequence[int], result
         return [operations.elementwise("negate", reduced, type)]
     (operand,) = operands
     if operation.kind == "bitcast" and operation.tag is None:
-        before = _axes_before(operations[operation.operands[0]].shape, operation.shape, axes)
+        before = axes_before(operations[operation.operands[0]].shape, operation.shape, axes)
         if before is not None:
             operand, axes = operation.operands[0], before
     operation = operations[operand]
@@ -256,24 +257,6 @@ def _reduced(operations: Operations, node: Node, operands: Sequence[int], result
 def _windowed(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
     (type,), (operand,) = results, operands
     return [windowed(operations, opcode(node), WINDOWS[node.primitive], operand, type)]
-
-
-def _axes_before(before: Shape, after: Shape, axes: Sequence[int]) -> list[int] | None:
-    """The dimensions that were joined to `axes`, and only to those; None where a reshape did anything else."""
-    axes_before: list[int] = []
-    position = 0
-    for dimension, size in enumerate(after):
-        joined = [position]
-        while position < len(before) and math.prod(before[d] for d in joined) < size and joined[-1] + 1 < len(before):
-            joined.append(joined[-1] + 1)
-        if position >= len(before) or math.prod(before[d] for d in joined) != size:
-            return None
-        if dimension in axes:
-            axes_before.extend(joined)
-        elif len(joined) > 1:
-            return None
-        position = joined[-1] + 1
-    return axes_before if position == len(before) else None
 
 
 XLA_OPS: Mapping[str, ToXla] = MappingProxyType(

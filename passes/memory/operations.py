@@ -155,9 +155,7 @@ class Operations:
 
     def add(self, kind: Kind, operands: Iterable[int], shape: Shape, dtype: str, tag: object = None) -> int:
         """The operation, or the equal one that is there already, in whatever order a sum or product reads its two."""
-        operands = tuple(operands)
-        is_swapped = kind == "elementwise" and tag in COMMUTATIVE and operands[0] > operands[-1]
-        key = (kind, operands[::-1] if is_swapped else operands, shape, dtype, tag)
+        key = (kind, _sorted(kind, operands := tuple(operands), tag), shape, dtype, tag)
         new = len(self.every)
         index = self.known.setdefault(key, new)
         if index == new:
@@ -328,6 +326,12 @@ class Operations:
         inner = TensorType(shape=narrow, dtype=type.dtype)
         made = self.elementwise(name, below, inner, expensive=expensive)
         return self.broadcast(made, type.shape, cast("tuple[int, ...]", broadcast.tag))
+
+
+def _sorted(kind: Kind, operands: tuple[int, ...], tag: object) -> tuple[int, ...]:
+    """The operands, in order where that changes nothing."""
+    is_swapped = kind == "elementwise" and tag in COMMUTATIVE and operands[0] > operands[-1]
+    return operands[::-1] if is_swapped else operands
 
 
 def widen(operations: Operations, operation: int) -> int:

@@ -31,7 +31,9 @@ class Place(NamedTuple):
 
 def unplaced(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
     """The spans that find no place, in order."""
-    free = sorted((place for place in places if place.before - place.after > 1), key=lambda place: (place.nbytes, -place.turn))
+    free = sorted(
+        (place for place in places if place.before - place.after > 1), key=lambda place: (place.nbytes, -place.turn)
+    )
     placed = _placed(spans, free) if free else bytearray(len(spans))
     return [span for span, is_placed in zip(spans, placed, strict=True) if not is_placed]
 

@@ -13,14 +13,16 @@ from passes.memory.fusion import fuse
 from passes.memory.layouts import laid_out
 from passes.memory.liveness import schedule
 from passes.memory.operations import Operation
+from passes.memory.reshapes import moved_down
 from passes.memory.update_copies import with_copies
 
 
 def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
-    """The operations laid out and all-reduces combined, and the new position of each old one."""
-    changed, place = laid_out(operations)
-    joined, moved = combined_as_visited(changed, [place[o] for o in outputs])
-    return joined, tuple(moved[p] for p in place)
+    """The operations with reshapes moved, laid out, and all-reduces combined; the new position of each old one."""
+    reshaped, moved = moved_down(operations, outputs)
+    changed, place = laid_out(reshaped)
+    joined, combined = combined_as_visited(changed, [place[moved[o]] for o in outputs])
+    return joined, tuple(combined[place[p]] for p in moved)
 
 
 COMPILER = xla.Compiler(combine=_combined, fuse=fuse, schedule=schedule, copies=with_copies)

@@ -1,7 +1,7 @@
 """Elementwise operations come before the reshape of their operands where they alone read what is reshaped."""
 
 from passes.memory.operations import Operation
-from passes.memory.reshapes import computed_before
+from passes.memory.reshapes import axes_before, computed_before, moved_down
 
 FLAT, DEEP = (2048, 32), (32, 64, 32)
 
@@ -43,3 +43,34 @@ def test_a_product_that_is_reshaped_in_two_ways_is_not_moved():
     flat = operation("bitcast", (2,), (32, 64, 32))
     other = operation("dot", shape=(64, 1024))
     assert not moved(PRODUCT, RESHAPED, other, flat, operation("elementwise", (1, 3)))
+
+
+def test_a_sum_is_written_under_the_shape_before_and_reshaped_for_others():
+    total, read = operation("elementwise", (1, 3), tag="add"), operation("transpose", (4,), (64, 32, 32), (1, 0, 2))
+    changed, place = moved_down([PRODUCT, RESHAPED, OTHER, OTHER_RESHAPED, total, read], [5])
+    reshaped = changed[place[4]]
+    assert (reshaped.kind, reshaped.shape) == ("bitcast", DEEP)
+    made = changed[reshaped.operands[0]]
+    assert (made.name, made.shape, [changed[o].kind for o in made.operands]) == ("add", FLAT, ["dot", "dot"])
+    assert changed[place[5]].operands == (place[4],)
+
+
+def test_a_sum_of_everything_reads_what_was_not_reshaped():
+    squared = operation("elementwise", (1, 1), tag="multiply")
+    reduced = operation("reduce", (2,), (), ("reduce-sum", (0, 1, 2)))
+    changed, place = moved_down([PRODUCT, RESHAPED, squared, reduced], [3])
+    assert changed[place[3]].tag == ("reduce-sum", (0, 1))
+    assert changed[changed[place[3]].operands[0]].shape == FLAT
+
+
+def test_a_reshape_back_is_none():
+    root, flat = operation("expensive", (1,), tag="sqrt"), operation("bitcast", (2,), FLAT)
+    changed, place = moved_down([PRODUCT, RESHAPED, root, flat], [3])
+    assert changed[place[3]].kind == "expensive"
+
+
+def test_dimensions_are_reduced_as_they_were_joined():
+    assert axes_before((2048, 32), (32, 64, 32), (2,)) is None
+    assert axes_before((32, 64, 8), (2048, 8), (0,)) == [0, 1]
+    assert axes_before((32, 64, 8), (2048, 8), (1,)) is None
+    assert axes_before((32, 64, 8), (32, 512), (0, 1)) == [0, 1, 2]
