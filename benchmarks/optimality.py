@@ -37,9 +37,10 @@ GAP_BOUND = 0.01
 MEDIAN_SECONDS, MOST_SECONDS = 1.0, 5.0
 """Targets: a gap of at most 1 %, in so many seconds for the median and for 95 % of networks."""
 
-SHARED = 1e-4
+SHARED = 1e-3
 """The share by which a plan may take less than its solution: equal values of twin towers are moved once in a plan, and
-are two in its problem (0.76 of 37,197 us in network 7 of seed 1611)."""
+are two in its problem (0.76 of 37,197 us in network 7 of seed 1611, 0.75 of 2,966 us in network 21 of seed 2625469072).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
