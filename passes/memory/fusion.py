@@ -20,6 +20,7 @@ import heapq
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from passes.memory import windows
 from passes.memory.code_duplication import Copies
@@ -39,6 +40,9 @@ LIBRARY_OPCODES = frozenset(
     "negate power round rsqrt sign sine sqrt square subtract tan tanh".split()
 )
 LIBRARY_SHAPES = frozenset({"bitcast", "broadcast", "transpose", "iota"})
+WINDOW = 32
+"""Elements along a dimension beyond which XLA's CPU compiler reduces in windows first, as of jaxlib 0.10."""
+
 SEARCHED = 256
 """Operations between a producer and its reader that are looked at before they count as in the way, which bounds the
 time of a deep program: `benchmarks.settings` halves and doubles it."""
@@ -64,6 +68,7 @@ def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kerne
     """The kernels of a program, in the order of its operations, without those that no output needs."""
     graph = _Graph(operations, tuple(dict.fromkeys(outputs)))
     _Library(graph).run()
+    _cut_in_windows(graph)
     _Loops(graph).run()
     return graph.kernels()
 
@@ -112,6 +117,18 @@ class _Graph:
                 fused = index in self.fused
                 kernels.append(Kernel(operation=index, reads=ordered, over=over, readers=readers, is_fused=fused))
         return tuple(kernels)
+
+
+def _cut_in_windows(graph: _Graph) -> None:
+    """Leaves every long reduction that the library does not have alone, as it is cut into windows, which are not fused.
+
+    Reference: XLA's TreeReductionRewriter, as of jaxlib 0.10.
+    """
+    for index, operation in enumerate(graph.operations):
+        if graph.kinds[index] == "reduce" and graph.flexible[index] and graph.alive[index]:
+            _, axes = cast("tuple[str, tuple[int, ...]]", operation.tag)
+            shape = graph.operations[operation.operands[0]].shape
+            graph.flexible[index] = all(shape[axis] <= WINDOW for axis in axes)
 
 
 class _Library:

@@ -355,6 +355,8 @@ def _scattered(operations: Operations, summands: Sequence[int], type: TensorType
         update = operations[scattered]
         if scattered in operations.rounded or update.kind != "update" or "-add" not in str(update.tag):
             continue  # XLA rounds between the two when it looks for this, and not later
+        if any(scattered in each.operands for each in operations.every[scattered:]):
+            continue  # it is there for another reader anyhow
         zeros = update.operands[0]
         if operations[zeros].kind == "part":
             into = operations.elementwise("add", (into, zeros), type)
