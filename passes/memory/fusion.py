@@ -166,14 +166,24 @@ class _Library:
                 outside |= dict.fromkeys(o for o in self.graph.reads[reader] if o not in members)
                 root, changed = reader, True
         n_reads = {o: sum(o in self.graph.reads[m] for m in members) for o in outside}
+        over = self._over(members, root, outside)
         for o in outside:
             _add(self.graph.readers[o], root)
         for member in sorted(members - {root}, reverse=True):
             for o in self.graph.reads[member]:
                 _remove(self.graph.readers[o], member)
             self.graph.alive[member] = False
-        self.graph.reads[root], self.graph.n_reads[root] = dict.fromkeys(outside, False), n_reads
+        self.graph.reads[root], self.graph.n_reads[root] = over, n_reads
         self.graph.flexible[root] = False
+
+    def _over(self, members: set[int], root: int, outside: Iterable[int]) -> dict[int, bool]:
+        """Whether a kernel computes each element of its root from those at the same place, for each operand `outside`."""
+        pure = set[int]()
+        for member in sorted(members, reverse=True):
+            readers = [] if member == root else self.graph.readers[member]
+            if self.graph.kinds[member] in ELEMENTWISE and pure.issuperset(readers):
+                pure.add(member)
+        return {o: all(member in pure for member in members if o in self.graph.reads[member]) for o in outside}
 
     def _supported(self, index: int) -> bool:
         operation = self.graph.operations[index]
