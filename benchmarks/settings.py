@@ -47,7 +47,7 @@ ROOMS = (
 """Rooms of `passes` whose numbers steer planning; others describe devices and operators, or lay out text."""
 
 _OF_XLA: Mapping[str, str] = {
-    "fusion": "LIBRARY_ELEMENTS", "packing": "ALIGNMENT", "overlap": "HOP", "xla_tpu": "SPLIT_ALIGNMENT",
+    "library_kernels": "ELEMENTS WINDOW", "packing": "ALIGNMENT", "overlap": "HOP", "xla_tpu": "SPLIT_ALIGNMENT",
     "pads_and_joins": "FUSED_JOINS ROW_ELEMENTS", "code_duplication": "MOST_COPIES",
     "gpu_collectives": "COMBINED COMBINED_NBYTES", "tpu_layouts": "ALIGNMENT LANES ROWS VECTOR",
     "gpu_costs": "FLOAT32_FLOPS_PER_MICROSECOND FLOAT32_PRODUCT_MICROSECONDS FLOPS_PER_MICROSECOND KERNEL "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from passes.memory.fusion import post_order
+from passes.memory.kernel_graph import post_order
 from passes.memory.operations import Operation
 
 

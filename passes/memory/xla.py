@@ -27,8 +27,9 @@ from passes.ir import Graph, Phase
 from passes.layers import layer_names
 from passes.memory.device_lowering import Combine, Context, Summed, lower, never_summed
 from passes.memory.device_program import WHOLE, DeviceProgram, Interface, interface_of
-from passes.memory.fusion import Kernel, post_order
+from passes.memory.fusion import Kernel
 from passes.memory.holders import Holder, Temporaries, phase_of
+from passes.memory.kernel_graph import post_order
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
 from passes.memory.moments import Moments, moments, nothing, read_at
 from passes.memory.on_chip import Chip, off_chip

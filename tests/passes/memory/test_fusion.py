@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
-from passes.memory.fusion import ELEMENTWISE, ONCE, PRODUCERS, Kernel, fuse
-from passes.memory.operations import Operation
+from passes.memory.fusion import ONCE, Kernel, fuse
+from passes.memory.kernel_graph import PRODUCERS
+from passes.memory.operations import ELEMENTWISE, Operation
 from tests.passes.memory.device_programs import TABLE, drawn, operation
 
 SEEDS = range(100)

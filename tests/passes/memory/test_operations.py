@@ -222,3 +222,21 @@ def test_a_product_of_columns_is_written_as_its_reader_wants_it_rounded_or_not(d
     while below.kind != "dot":
         below = operations[below.operands[0]]
     assert (below.operands, below.tag) == ((right, left), BY_COLUMNS)
+
+
+def test_a_scatter_that_another_operation_reads_stays_and_is_added() -> None:
+    """As the gradient of the logarithms of a softmax is that are picked: it is summed along each row, too."""
+    operations, type = Operations(), TensorType(shape=(8, 4), dtype="float32")
+    total, rows = (operations.add("input", (), shape, "float32", 0) for shape in ((8, 4), (2, 4)))
+    zeros = operations.broadcast(operations.literal(0.0, "float32"), type.shape, ())
+    made = operations.add("update", (zeros, rows), type.shape, type.dtype, ("scatter-add", 0))
+    operations.add("reduce", (made,), (8,), "float32", ("reduce-sum", (1,)))
+    assert operations[operations.elementwise("add", (total, made), type)].kind == "elementwise"
+
+
+def test_sums_and_products_are_equal_in_either_order() -> None:
+    operations, type = Operations(), TensorType(shape=(8, 4), dtype="float32")
+    both = [operations.add("input", (), type.shape, type.dtype, number) for number in range(2)]
+    for name in ("add", "multiply", "subtract"):
+        made = {operations.elementwise(name, order, type) for order in (both, both[::-1])}
+        assert len(made) == (2 if name == "subtract" else 1)
