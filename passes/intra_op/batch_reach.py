@@ -54,7 +54,7 @@ class BatchReach(NamedTuple):
     """The `classes` of operator groups that the batch reaches, and the `values`, as (`Subproblem.number`, value).
 
     For operator groups that it does not reach, `aligned` are the classes from which the batch is reached, and those of
-    its parts where a loop runs over it.
+    its parts where a loop runs over it or it is split into fewer groups than there are devices.
     """
 
     classes: Classes
@@ -63,7 +63,7 @@ class BatchReach(NamedTuple):
 
 
 def batch_reach(
-    root: Subproblem, batch: Mapping[int, int], parameters: Collection[int], stored: Collection[int]
+    root: Subproblem, batch: Mapping[int, int], weights: Collection[int], stored: Collection[int], n_devices: int
 ) -> BatchReach:
     """The reach of the batch dimension of each of these inputs through the operators' factors.
 
@@ -72,7 +72,7 @@ def batch_reach(
     memory.
     """
     place_graph = _PlaceGraph.through(root)
-    weighty = place_graph.reached(_Dim(root.number, v, d) for v in parameters for d in range(root.graph.types[v].rank))
+    weighty = place_graph.reached(_Dim(root.number, v, d) for v in weights for d in range(root.graph.types[v].rank))
     place_graph.add(itertools.chain.from_iterable(map(_moved, root.all())))
     reached = place_graph.reached(_Dim(root.number, value, dim) for value, dim in batch.items())
     # Of a batch in microbatches, rows are drawn for all of them before the loop.
@@ -85,8 +85,10 @@ def batch_reach(
         if weighty.isdisjoint(drawn):  # noise on weights is none
             reached |= drawn
     on_batch = _classes_of(reached)
-    parts = place_graph.reached(place for each in root.all() for place in _inside_parts(each, reached))
-    aligned = _classes_of(place_graph.back().reached(reached) | parts)
+    parts = itertools.chain.from_iterable(
+        (*_inside_parts(each, reached), *_inside_groups(each, reached, n_devices)) for each in root.all()
+    )
+    aligned = _classes_of(place_graph.back().reached(reached) | place_graph.reached(parts))
     return BatchReach(
         classes=on_batch,
         aligned={node: classes for node, classes in aligned.items() if node not in on_batch},
@@ -109,6 +111,18 @@ def _inside_parts(subproblem: Subproblem, reached: Collection[_Place]) -> Iterat
         for value, use in zip(graph.nodes[index].inputs, control_join.control.operands, strict=True):
             if use.stacked and graph.types[value].rank > 1 and _Dim(number, value, 0) in reached:
                 yield _Port(number, index, use.port, 0)
+
+
+def _inside_groups(subproblem: Subproblem, reached: Collection[_Place], n_devices: int) -> Iterator[_Place]:
+    """The dimension with the rows of each group where a batch is split into a number of groups that the devices do not
+    divide.
+    """
+    number, types = subproblem.number, subproblem.graph.types
+    for node, rule in zip(subproblem.graph.nodes, subproblem.grouping.rules, strict=True):
+        for before, after in rule.splits:
+            groups, rows = types[node.outputs[0]].shape[0], types[node.outputs[0]].shape[after]
+            if groups % n_devices and not rows % n_devices and _Dim(number, node.inputs[0], before) in reached:
+                yield _Dim(number, node.outputs[0], after)
 
 
 def _drawn(subproblem: Subproblem, rows: Collection[int] | None = None) -> Iterator[_Dim]:

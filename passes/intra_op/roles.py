@@ -73,7 +73,9 @@ def roles(
     parameters |= frozen(graph, assembly.state_pairs, batch)
     gradients = _types_of_gradients(graph)
     stored = {value for value in returned if graph.types[value] not in gradients}
-    reach = batch_reach(assembly.root, batch, parameters, stored)
+    # Weights that noise is added to before the gradient is taken are read by no operator of the forward pass.
+    weights = parameters | (returned - stored - of_rows.keys())
+    reach = batch_reach(assembly.root, batch, weights, stored, assembly.mesh.size)
     if not batch and not reach.classes and loop_of(graph) is None:
         rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
         remedy = f"return the state that the step updates, {OTHERWISE}, or use planner=Auto()"

@@ -112,6 +112,26 @@ def test_noise_on_weights_is_no_batch():
     assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
 
 
+@pytest.mark.parametrize("microbatches", [None, 4])
+def test_noise_on_weights_before_the_gradient_is_no_batch(microbatches: int | None):
+    """No operator of the forward pass reads a weight that noise was added to: the noise was taken for rows, as it had
+    as many, and activations were gathered.
+    """
+    rows = 128 * (microbatches or 1)
+
+    def step(state: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weight, key = state
+        key, here = jax.random.split(key)
+        noisy = weight + 0.01 * jax.random.normal(here, weight.shape)
+        return weight - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(noisy), key
+
+    weight, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((128, WIDTH), (rows, 128)))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    options = {"planner": autopar.DataParallel(), "cluster": "8:a100-80g", "microbatches": microbatches}
+    plan = autopar.parallelize(step, **options).plan((weight, key), x)
+    assert [(c.kind, c.nbytes) for c in plan.collectives] == [("all_reduce", 128 * WIDTH * 4)]
+
+
 def test_a_loop_samples_rows_of_its_own_on_each_device():
     """All devices sampled all rows, as the loop's began as zeros, which nothing tied to the batch."""
     state, x = jax.eval_shape(lambda: state_of(ROWS))["sampling"], jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
