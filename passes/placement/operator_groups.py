@@ -334,9 +334,8 @@ class _Grouper:
         if any(v in graph.returned or not inside.issuperset(graph.consumers.get(v, ())) for v in written):
             return
         has_dims = any(source.value_classes.values())
-        if target.members and has_dims != any(target.value_classes.values()):
-            return
-        if has_dims and self._is_scalar(index):
+        are_alike = has_dims == any(target.value_classes.values()) and not _reduce_apart(source, target, self.rules)
+        if (target.members and not are_alike) or (has_dims and self._is_scalar(index)):
             return  # sums of several arrays, as penalties on weights are, would place those as one
         offset = len(target.parents)
         target.parents.extend(parent + offset for parent in source.parents)
@@ -357,6 +356,17 @@ class _Grouper:
         target.inputs.extend(source.inputs)
         self.home.update(dict.fromkeys((*written, *source.inputs), host))
         self.operator_groups[guest] = OperatorGroup(phase=source.phase, light=True)
+
+
+def _reduce_apart(source: OperatorGroup, target: OperatorGroup, rules: Sequence[ShardingRule]) -> bool:
+    """Whether two groups without a value in common both reduce a dimension.
+
+    As one group, two sums over the batch that a loop adds to one carry would have it on two classes.
+    """
+    if not source.value_classes.keys().isdisjoint(target.value_classes):
+        return False
+    groups = source, target
+    return all(any(f.size and f.reduction for m in group.members for f in rules[m].factors) for group in groups)
 
 
 def _is_of_others(value: int, operands: Sequence[int], operator_group: OperatorGroup, graph: Graph) -> bool:
