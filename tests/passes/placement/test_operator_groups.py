@@ -53,3 +53,24 @@ def test_what_centres_a_weight_stays_with_it():
     graph = trace(step, (jnp.ones((16, 8)), jnp.ones((4, 16))), {}).graph
     light = [each for each in group(graph).operator_groups if each.light]
     assert len(light) == 1
+
+
+def test_a_gradient_by_one_batch_that_goes_on_to_another_is_reduced_between_them():
+    """Examples are weighed by how a step on them would change the loss of others (Ren et al. 2018): what the gradient
+    of a bias is made of was gathered, as its rows and those that it is repeated for were placed as one.
+    """
+
+    def step(bias: jax.Array, weight: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        def losses(bias: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.tanh(x @ weight + bias) ** 2, 1)
+
+        def after(shares: jax.Array) -> jax.Array:
+            return losses(bias - jax.grad(lambda b: shares @ losses(b, x))(bias), y).mean()
+
+        return jax.grad(after)(jnp.zeros(len(x)))
+
+    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((1024,), (256, 1024), (4096, 256), (4096, 256))]
+    plan = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g", batch_argnums=(2, 3)).plan(
+        *types
+    )
+    assert {(c.kind, c.nbytes) for c in plan.collectives} == {("all_reduce", 1024 * 4)}
