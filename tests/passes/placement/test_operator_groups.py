@@ -11,6 +11,7 @@ import pytest
 import autopar
 from autopar.frontend.tracing import trace
 from passes.placement import group
+from passes.placement.operator_group import OperatorGroup, has_other_rows
 
 ROWS, WIDTH = 65536, 256
 
@@ -74,3 +75,16 @@ def test_a_gradient_by_one_batch_that_goes_on_to_another_is_reduced_between_them
         *types
     )
     assert {(c.kind, c.nbytes) for c in plan.collectives} == {("all_reduce", 1024 * 4)}
+
+
+@pytest.mark.parametrize(("rows_of", "are_other"), [(0, False), (1, True)])
+def test_rows_that_a_sum_is_repeated_for_are_of_the_batch_that_was_summed_or_another(rows_of: int, are_other: bool):
+    """Group 2 sums value 0, of the rows of group 0, and repeats the sum as value 1; value 2 has rows of some group."""
+    batches = [OperatorGroup(phase="forward", light=False, value_classes={v: [0]}) for v in (0, 2)]
+    for batch in batches:
+        batch.new_class()
+    sums = OperatorGroup(phase="backward", light=True, value_classes={0: [0], 1: [1]}, origins={0: (0, 0)})
+    sums.new_class(), sums.new_class()
+    batches[rows_of].value_classes[2] = [0]
+    groups = [*batches, sums]
+    assert has_other_rows([1, 2], sums, {1: 2, 2: rows_of}, groups) == are_other
