@@ -80,10 +80,12 @@ def batch_reach(
         math.prod(root.graph.types[value].shape[first : dim + 1]) for value, dim in batch.items() for first in {0, dim}
     }
     of_rows = itertools.chain.from_iterable(_drawn(each, rows) for each in root.all())
-    for place in (*of_rows, *_drawn_from(root, stored, place_graph)):
-        drawn = place_graph.reached([place])
-        if weighty.isdisjoint(drawn):  # noise on weights is none
-            reached |= drawn
+    reached |= place_graph.apart_from(weighty, (*of_rows, *_drawn_from(root, stored, place_graph)))
+    if (
+        weights and not batch and not _classes_of(reached)
+    ):  # all rows may be drawn, as points at which an equation shall hold
+        every = (place for each in root.all() for place in _drawn(each) if not _extent(each, place) % n_devices)
+        reached |= place_graph.apart_from(weighty, every)
     on_batch = _classes_of(reached)
     parts = itertools.chain.from_iterable(
         (*_inside_parts(each, reached), *_inside_groups(each, reached, n_devices)) for each in root.all()
@@ -137,6 +139,11 @@ def _drawn(subproblem: Subproblem, rows: Collection[int] | None = None) -> Itera
             yield from (_Dim(subproblem.number, value, 0) for value in ours)
 
 
+def _extent(subproblem: Subproblem, place: _Dim) -> int:
+    """The number of elements along a dimension of a value."""
+    return subproblem.graph.types[place.value].shape[place.dim]
+
+
 def _drawn_from(root: Subproblem, stored: Collection[int], place_graph: _PlaceGraph) -> Iterator[_Place]:
     """The leading dimensions of what lookups take from `stored` inputs, or from what is made of them, at random
     indices.
@@ -183,6 +190,11 @@ class _PlaceGraph:
         place_graph = _PlaceGraph()
         place_graph.add((after, before) for before, several in self.onward.items() for after in several)
         return place_graph
+
+    def apart_from(self, weights: Collection[_Place], starts: Iterable[_Place]) -> set[_Place]:
+        """The places that can be reached from those starts that reach none of the `weights`: noise on weights does."""
+        each = (self.reached([start]) for start in starts)
+        return set[_Place]().union(*(places for places in each if places.isdisjoint(weights)))
 
     def reached(self, starts: Iterable[_Place]) -> set[_Place]:
         """The places that can be reached, the starts included."""

@@ -132,6 +132,41 @@ def test_noise_on_weights_before_the_gradient_is_no_batch(microbatches: int | No
     assert [(c.kind, c.nbytes) for c in plan.collectives] == [("all_reduce", 128 * WIDTH * 4)]
 
 
+def equation(state: State) -> State:
+    """A network that solves u'' = -u, at points that are drawn in each step (Raissi et al. 2019)."""
+    (up, down), key = state
+    key, here = jax.random.split(key)
+    points = jax.random.uniform(here, (ROWS,), up.dtype)
+
+    def loss(weights: Any) -> jax.Array:
+        def u(point: jax.Array) -> jax.Array:
+            return jnp.tanh(point * weights[0]) @ weights[1]
+
+        return jnp.mean((jax.vmap(jax.grad(jax.grad(u)))(points) + jax.vmap(u)(points)) ** 2)
+
+    gradients = jax.grad(loss)((up, down))
+    return jax.tree.map(lambda w, g: w - 0.1 * g, (up, down), gradients), key
+
+
+def test_a_step_that_draws_all_its_rows_has_them_cut():
+    """It was refused for want of a batch. What only makes weights still is: it has no rows."""
+    weights, key = (jax.ShapeDtypeStruct((WIDTH,), "float32"),) * 2, jax.eval_shape(lambda: jax.random.key(0))
+    parallel = autopar.parallelize(equation, planner=autopar.DataParallel(), cluster="8:a100-80g")
+    plan = parallel.plan((weights, key))
+    assert {(c.kind, c.nbytes) for c in plan.collectives} == {("all_reduce", WIDTH * 4)}
+    made = autopar.parallelize(lambda key: jax.random.normal(key, (ROWS, WIDTH)), planner=autopar.DataParallel())
+    with pytest.raises(autopar.PlanningError, match="has a batch dimension; this function has none"):
+        made.plan(key)
+
+
+def test_the_step_that_draws_all_its_rows_is_jits():
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        state = (draws.normal(size=WIDTH), draws.normal(size=WIDTH)), jax.random.key(0)
+        (got, _), (wanted, _) = autopar.parallelize(equation, planner=autopar.Zero(3))(state), jax.jit(equation)(state)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, wanted)
+
+
 def test_a_loop_samples_rows_of_its_own_on_each_device():
     """All devices sampled all rows, as the loop's began as zeros, which nothing tied to the batch."""
     state, x = jax.eval_shape(lambda: state_of(ROWS))["sampling"], jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
