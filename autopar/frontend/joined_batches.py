@@ -311,12 +311,19 @@ class _JoinedClasses:
         is_made = rule.draws or not node.inputs
         for is_result, side, values in ((False, rule.operands, node.inputs), (True, rule.results, node.outputs)):
             for position, (factors, value) in enumerate(zip(side, values, strict=True)):
-                for dim, order in self.orders(scope, value).items() if not rule.alias else ():
+                orders = self.orders(scope, value) if not rule.alias else {}
+                restored: list[int] = []
+                for dim in orders:
                     factor = factors[dim]
                     is_class = factor >= 0 and not rule.factors[factor].size % self.groups
-                    is_whole = factor < 0 or (is_made and len(set(order.sizes)) == 1)
                     if (value, dim) not in in_groups and not (is_class and factor not in by_place):
-                        yield _Restored(is_result, position, value, dim, is_sent=not is_whole)
+                        restored.append(dim)
+                for dim in restored:
+                    is_whole = factors[dim] < 0 or (is_made and len(set(orders[dim].sizes)) == 1)
+                    is_cut_elsewhere = any(
+                        self.root(scope, value, d) == self.root(scope, value, dim) for d in orders if d not in restored
+                    )
+                    yield _Restored(is_result, position, value, dim, is_sent=not (is_whole or is_cut_elsewhere))
 
 
 def _changes(classes: _JoinedClasses, number: int) -> Changes:

@@ -7,7 +7,6 @@ three parts an operator belongs to was decided by `passes.transforms.microbatch`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -18,17 +17,15 @@ import numpy as np
 from jax import lax
 
 from autopar import jax_compat
-from autopar.frontend import Body, Equation, Traced, flatten, left_to_plan
+from autopar.frontend import Body, Traced, flatten, left_to_plan
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
+from autopar.rewrite.marks import marked_once, matching, restored
 from autopar.rewrite.row_pieces import REDUCED, Pieces, pieces_of
 from passes.errors import InternalError
-from passes.ir import LOOP, Graph, Node
+from passes.ir import LOOP, Graph
 from passes.placement import Layout, Placement, Resharding, is_free, resharding_plan, rows_in_any_order
 from passes.sharding import ShardingSpec, Step, replicated
-from passes.transforms import AXIS, Coupling, Split, Time, split, sums_up_front, whole_layout
-
-_MARK = re.compile(r".*@(\d+)", re.DOTALL)
-"""The pattern of the last mark in a scope."""
+from passes.transforms import Coupling, Split, Time, Turn, in_turn, sums_up_front, whole_layout
 
 
 def microbatched(
@@ -38,22 +35,22 @@ def microbatched(
 
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
-    chosen = split(traced.graph, count, state_pairs=traced.state_pairs, named=traced.named, coupling=coupling)
-    body, origins = _marked_once(traced)
-    graph = traced.graph
-    structs = [_stacked(x, count) if i in chosen.batch else x for i, x in enumerate(structs)]
+    turns = in_turn(traced.graph, count, state_pairs=traced.state_pairs, named=traced.named, coupling=coupling)
+    body, origins = marked_once(traced)
+    graph, stacked = traced.graph, turns[0].stacked
+    structs = [_stacked(x, count) if i in stacked else x for i, x in enumerate(structs)]
     with jax_compat.no_mesh():
-        jaxpr = jax.make_jaxpr(lambda *inputs: _run(body, chosen, coupling, inputs, graph.memo))(*structs)
+        jaxpr = jax.make_jaxpr(lambda *inputs: _run_in_turn(body, turns, coupling, inputs))(*structs)
     written = flatten(jaxpr, input_names=graph.input_names, output_names=graph.output_names)
-    pinned = {i: placement for i, placement in graph.pinned.items() if i not in chosen.batch}
-    restored = replace(_restored(written.graph, origins), pinned=pinned)
+    pinned = {i: placement for i, placement in graph.pinned.items() if i not in stacked}
+    named_again = replace(restored(written.graph, origins), pinned=pinned)
     return replace(
         traced,
-        graph=restored,
-        equations=tuple(map(_matching, written.equations, restored.nodes)),
+        graph=named_again,
+        equations=tuple(map(matching, written.equations, named_again.nodes)),
         constants=written.constants,
-        state_pairs=tuple(pair for pair in traced.state_pairs if pair[1] not in chosen.batch),
-        stacked=chosen.batch,
+        state_pairs=tuple(pair for pair in traced.state_pairs if pair[1] not in stacked),
+        stacked=stacked,
         jaxpr=traced.jaxpr if coupling == "exact" else None,
     )
 
@@ -71,10 +68,28 @@ def _stacked(struct: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count, rows // count, *inner_shape), struct.dtype, weak_type=struct.weak_type)
 
 
+def _run_in_turn(body: Body, turns: Sequence[Turn], coupling: Coupling, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The outputs of a body, from its inputs, with the batch as microbatches; traced, it is the rewritten program."""
+    graph = body.graph
+    if len(turns) == 1:
+        return _run(body, turns[0].split, coupling, inputs, graph.memo)
+    known: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    for turn in turns:
+        part = Body(
+            graph=graph.part(turn.nodes, turn.inputs, turn.outputs),
+            equations=tuple(body.equations[i] for i in turn.nodes),
+            constants=_constants(body, turn.nodes, turn.outputs),
+        )
+        results = _run(part, turn.split, coupling, [known[v] for v in turn.inputs], {})
+        known.update(zip(turn.outputs, results, strict=True))
+    known |= {v: lax.reshape(known[v], graph.types[v].shape) for v in (graph.inputs[i] for i in turns[0].stacked)}
+    return tuple(known[v] if v in known else _lone(body, v) for v in graph.outputs)
+
+
 def _run(
     body: Body, chosen: Split, coupling: Coupling, inputs: Sequence[Any], memo: dict[object, object]
 ) -> tuple[Any, ...]:
-    """The outputs of a body, from its inputs, with the batch as microbatches; traced, it is the rewritten program.
+    """The outputs of a body with one loop, from its inputs, with the batch as microbatches.
 
     `memo` caches what is traced once for all numbers of microbatches.
     """
@@ -137,12 +152,12 @@ def _one_microbatch(
         equations=tuple(body.equations[i] for i in chosen.loop),
         constants=_constants(body, chosen.loop, leaving),
     )
+    time = Time(chosen.count)
     layout = Layout(
-        inputs=tuple(_spec(graph, v, 0 if v in stacks else None) for v in entering),
+        inputs=tuple(_spec(graph.types[v].rank, time.axes if v in stacks else ()) for v in entering),
         placements=tuple(chosen.placements.get(i) or _unplaced(graph, i) for i in chosen.loop),
         outputs=tuple(spec for _, spec in chosen.carried),
     )
-    time = Time(chosen.count)
     schedule = resharding_plan(part.graph, layout, time)
 
     def run(index: Any, cut: Arrays) -> tuple[Any, ...]:
@@ -309,11 +324,9 @@ def _lone(body: Body, value: int) -> Any:
     return _whole(body, (), (value,), {})[value]
 
 
-def _spec(graph: Graph, value: int, cut: int | None) -> ShardingSpec:
-    rank = graph.types[value].rank
-    if cut is None:
-        return replicated(rank)
-    return ShardingSpec(dims=tuple((AXIS,) if d == cut else () for d in range(rank)))
+def _spec(rank: int, first: tuple[str, ...]) -> ShardingSpec:
+    """The placement of a value whose first dimension these axes cut."""
+    return ShardingSpec(dims=(first, *[()] * (rank - 1))) if first else replicated(rank)
 
 
 def _unplaced(graph: Graph, index: int) -> Placement:
@@ -321,66 +334,3 @@ def _unplaced(graph: Graph, index: int) -> Placement:
     specs = (tuple(replicated(graph.types[v].rank) for v in values) for values in (node.inputs, node.outputs))
     operands, results = specs
     return Placement(operands=operands, results=results)
-
-
-def _marked_once(traced: Traced) -> tuple[Body, list[Node]]:
-    """(the body of a program with marks, the nodes that they are of), cached on its graph for all numbers of
-    microbatches.
-    """
-    memo, origins = traced.graph.memo, list[Node]()
-    known = cast("tuple[object, Body, list[Node]] | None", memo.get(_marked_once))
-    if known is None or known[0] is not traced.equations:
-        memo[_marked_once] = known = traced.equations, _marked(body_of(traced), origins), origins
-    return known[1:]
-
-
-def _marked(body: Body, origins: list[Node]) -> Body:
-    """The body with a number in every node's scope, by which it is found again in a new trace."""
-    nodes: list[Node] = []
-    equations: list[Equation] = []
-    for node, equation in zip(body.graph.nodes, body.equations, strict=True):
-        mark = f"@{len(origins)}"
-        origins.append(node)
-        bodies = tuple(_marked(inner, origins) for inner in equation.bodies)
-        equations.append(replace(equation, bodies=bodies) if bodies else equation)
-        graphs = tuple(inner.graph for inner in bodies) if bodies else node.subgraphs
-        nodes.append(replace(node, scope=mark, subgraphs=graphs))
-    return Body(graph=replace(body.graph, nodes=tuple(nodes)), equations=tuple(equations), constants=body.constants)
-
-
-def _restored(graph: Graph, origins: Sequence[Node]) -> Graph:
-    """The graph with the scopes and source lines of the nodes that its own come from."""
-
-    def restore(node: Node) -> Node:
-        bodies = tuple(_restored(inner, origins) for inner in node.subgraphs)
-        mark = _MARK.search(node.scope)
-        if mark is None:
-            return replace(node, subgraphs=bodies) if bodies else node
-        origin = origins[int(mark[1])]
-        return Node(
-            primitive=node.primitive,
-            inputs=node.inputs,
-            outputs=node.outputs,
-            params=node.params,
-            subgraphs=bodies,
-            source=origin.source,
-            scope=origin.scope,
-        )
-
-    return replace(graph, nodes=tuple(map(restore, graph.nodes)))
-
-
-def _matching(equation: Equation, node: Node) -> Equation:
-    """The equation with the bodies of its restored node."""
-    if not equation.bodies:
-        return equation
-    bodies = zip(equation.bodies, node.subgraphs, strict=False)
-    return replace(equation, bodies=tuple(_with_graph(body, graph) for body, graph in bodies))
-
-
-def _with_graph(body: Body, graph: Graph) -> Body:
-    return Body(
-        graph=graph,
-        equations=tuple(map(_matching, body.equations, graph.nodes)),
-        constants=body.constants,
-    )

@@ -17,10 +17,11 @@ from autopar.rewrite.microbatch import microbatched
 from autopar.rewrite.remat import recomputed
 from autopar.runtime import Pieces
 from passes.errors import PlanningError
+from passes.ir import LOOP
 from passes.layers import SAMPLE_BLOCKS, blocks, sample_graph
 from passes.pipeline import body_of
 from passes.step import Step, Variant
-from passes.transforms import Coupling, Kept, Layering, kept_of, layering, split
+from passes.transforms import Coupling, Kept, Layering, in_turn, kept_of, layering
 
 Structs = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -120,6 +121,8 @@ class _Family:
                 if key not in self.in_microbatches:
                     self.in_microbatches[key] = microbatched(traced, structs, count, self.coupling)
                 traced = self.in_microbatches[key]
+                if variant.stages:
+                    _check_one_loop(traced)
             self.known[chosen] = self._step(traced, chosen, pieces)
         return self.known[chosen]
 
@@ -149,7 +152,7 @@ class _Family:
             return None
         short, sample_structs, left_out = shortened
         short = microbatched(short, sample_structs, chosen.microbatches or 1, self.coupling)
-        if len(blocks(body_of(short.graph), covered=0.0)) != SAMPLE_BLOCKS + 1:
+        if _loops(short) > 1 or len(blocks(body_of(short.graph), covered=0.0)) != SAMPLE_BLOCKS + 1:
             return None
         return self._step(short, chosen, None, left_out)
 
@@ -186,14 +189,27 @@ class _Family:
     def _divisors(self) -> tuple[int, ...]:
         graph = self.traced.graph
         try:
-            batch = split(
+            batch = in_turn(
                 graph, 1, state_pairs=self.traced.state_pairs, named=self.traced.named, coupling=self.coupling
-            ).batch
+            )[0].stacked
         except PlanningError:
             return ()
         rows = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
         small = [count for count in range(1, math.isqrt(rows) + 1) if rows % count == 0]
         return tuple(sorted({*small, *(rows // count for count in small)}))
+
+
+def _loops(traced: Traced) -> int:
+    """The number of loops over microbatches, which run in turn."""
+    return sum(node.scope == LOOP and bool(node.subgraphs) for node in traced.graph.nodes)
+
+
+def _check_one_loop(traced: Traced) -> None:
+    """Raises PlanningError for a step with several loops over microbatches."""
+    if (loops := _loops(traced)) > 1:
+        rule = f"stages run one loop over microbatches; this step needs {loops} in turn, as sums over the whole batch"
+        more = f"{rule} are used before more is computed with it"
+        raise PlanningError(explain("a pipeline", more, "", "plan without stages"))
 
 
 def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, int] | None:

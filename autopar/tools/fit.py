@@ -20,7 +20,7 @@ from passes.intra_op import MeshProblems, cheapest_plan, named
 from passes.plan import AnyPlan, Plan
 from passes.planners import Auto, DataParallel, Megatron, Planner, PlanOptions, Zero
 from passes.step import Step
-from passes.transforms import split
+from passes.transforms import in_turn
 
 TENSOR = (2, 4, 8)
 """The degrees of tensor parallelism that are tried for Megatron."""
@@ -144,7 +144,8 @@ def with_rows(example: Example, rows: Mapping[int, int]) -> Example:
 def batch_of(step: TracedStep) -> tuple[int, ...]:
     """The flat arguments that make up the batch. Raises PlanningError where none does."""
     written = step.written
-    return split(written.graph, 1, state_pairs=written.state_pairs, named=written.named, coupling="independent").batch
+    named, pairs = written.named, written.state_pairs
+    return in_turn(written.graph, 1, state_pairs=pairs, named=named, coupling="independent")[0].stacked
 
 
 def quiet(what: str) -> None:

@@ -54,7 +54,7 @@ class BatchReach(NamedTuple):
     """The `classes` of operator groups that the batch reaches, and the `values`, as (`Subproblem.number`, value).
 
     For operator groups that it does not reach, `aligned` are the classes from which the batch is reached, and those of
-    its parts where a loop runs over it.
+    its parts where a loop runs over it or it is split into fewer groups than there are devices.
     """
 
     classes: Classes
@@ -63,7 +63,7 @@ class BatchReach(NamedTuple):
 
 
 def batch_reach(
-    root: Subproblem, batch: Mapping[int, int], parameters: Collection[int], stored: Collection[int]
+    root: Subproblem, batch: Mapping[int, int], weights: Collection[int], stored: Collection[int], n_devices: int
 ) -> BatchReach:
     """The reach of the batch dimension of each of these inputs through the operators' factors.
 
@@ -72,7 +72,7 @@ def batch_reach(
     memory.
     """
     place_graph = _PlaceGraph.through(root)
-    weighty = place_graph.reached(_Dim(root.number, v, d) for v in parameters for d in range(root.graph.types[v].rank))
+    weighty = place_graph.reached(_Dim(root.number, v, d) for v in weights for d in range(root.graph.types[v].rank))
     place_graph.add(itertools.chain.from_iterable(map(_moved, root.all())))
     reached = place_graph.reached(_Dim(root.number, value, dim) for value, dim in batch.items())
     # Of a batch in microbatches, rows are drawn for all of them before the loop.
@@ -80,13 +80,17 @@ def batch_reach(
         math.prod(root.graph.types[value].shape[first : dim + 1]) for value, dim in batch.items() for first in {0, dim}
     }
     of_rows = itertools.chain.from_iterable(_drawn(each, rows) for each in root.all())
-    for place in (*of_rows, *_drawn_from(root, stored, place_graph)):
-        drawn = place_graph.reached([place])
-        if weighty.isdisjoint(drawn):  # noise on weights is none
-            reached |= drawn
+    reached |= place_graph.apart_from(weighty, (*of_rows, *_drawn_from(root, stored, place_graph)))
+    if (
+        weights and not batch and not _classes_of(reached)
+    ):  # all rows may be drawn, as points at which an equation shall hold
+        every = (place for each in root.all() for place in _drawn(each) if not _extent(each, place) % n_devices)
+        reached |= place_graph.apart_from(weighty, every)
     on_batch = _classes_of(reached)
-    parts = place_graph.reached(place for each in root.all() for place in _inside_parts(each, reached))
-    aligned = _classes_of(place_graph.back().reached(reached) | parts)
+    parts = itertools.chain.from_iterable(
+        (*_inside_parts(each, reached), *_inside_groups(each, reached, n_devices)) for each in root.all()
+    )
+    aligned = _classes_of(place_graph.back().reached(reached) | place_graph.reached(parts))
     return BatchReach(
         classes=on_batch,
         aligned={node: classes for node, classes in aligned.items() if node not in on_batch},
@@ -111,6 +115,18 @@ def _inside_parts(subproblem: Subproblem, reached: Collection[_Place]) -> Iterat
                 yield _Port(number, index, use.port, 0)
 
 
+def _inside_groups(subproblem: Subproblem, reached: Collection[_Place], n_devices: int) -> Iterator[_Place]:
+    """The dimension with the rows of each group where a batch is split into a number of groups that the devices do not
+    divide.
+    """
+    number, types = subproblem.number, subproblem.graph.types
+    for node, rule in zip(subproblem.graph.nodes, subproblem.grouping.rules, strict=True):
+        for before, after in rule.splits:
+            groups, rows = types[node.outputs[0]].shape[0], types[node.outputs[0]].shape[after]
+            if groups % n_devices and not rows % n_devices and _Dim(number, node.inputs[0], before) in reached:
+                yield _Dim(number, node.outputs[0], after)
+
+
 def _drawn(subproblem: Subproblem, rows: Collection[int] | None = None) -> Iterator[_Dim]:
     """The leading dimensions of values that are drawn at random and have one of these numbers of `rows`, by default
     any.
@@ -121,6 +137,11 @@ def _drawn(subproblem: Subproblem, rows: Collection[int] | None = None) -> Itera
             drawn = (v for v in node.outputs if graph.types[v].rank)
             ours = (value for value in drawn if rows is None or graph.types[value].shape[0] in rows)
             yield from (_Dim(subproblem.number, value, 0) for value in ours)
+
+
+def _extent(subproblem: Subproblem, place: _Dim) -> int:
+    """The number of elements along a dimension of a value."""
+    return subproblem.graph.types[place.value].shape[place.dim]
 
 
 def _drawn_from(root: Subproblem, stored: Collection[int], place_graph: _PlaceGraph) -> Iterator[_Place]:
@@ -169,6 +190,11 @@ class _PlaceGraph:
         place_graph = _PlaceGraph()
         place_graph.add((after, before) for before, several in self.onward.items() for after in several)
         return place_graph
+
+    def apart_from(self, weights: Collection[_Place], starts: Iterable[_Place]) -> set[_Place]:
+        """The places that can be reached from those starts that reach none of the `weights`: noise on weights does."""
+        each = (self.reached([start]) for start in starts)
+        return set[_Place]().union(*(places for places in each if places.isdisjoint(weights)))
 
     def reached(self, starts: Iterable[_Place]) -> set[_Place]:
         """The places that can be reached, the starts included."""

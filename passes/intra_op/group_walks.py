@@ -55,7 +55,8 @@ class Signature:
     `options` are the classes that an axis may cut. `rules`, `operands`, `makes` and `classes` have, for each member,
     its rule, the place of each operand (None: none is needed), the values that it makes, and the class of each factor.
     Neighbours see the `visible` values; `absorbed` values are inputs that the group places itself; `summed` is the
-    operand that may come in partial. In a loop (`inside`), parts of a gradient would be reduced in every iteration.
+    operand that may come in partial, `factors` are (member, operand) pairs that may, in place of the first. In a loop
+    (`inside`), parts of a gradient would be reduced in every iteration.
     """
 
     axes: tuple[str, ...]
@@ -67,6 +68,7 @@ class Signature:
     absorbed: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...]
     summed: int | None = None
+    factors: frozenset[tuple[int, int]] = frozenset()
     inside: bool = False
 
 
@@ -126,8 +128,9 @@ def _members(signature: Signature) -> list[_Member]:
     """The members of a signature, in order."""
     members: list[_Member] = []
     placed_values: set[int] = set()
-    for sizeless, operands, results, classes in zip(
-        signature.rules, signature.operands, signature.makes, signature.classes, strict=True
+    factors = dict(signature.factors)
+    for position, (sizeless, operands, results, classes) in enumerate(
+        zip(signature.rules, signature.operands, signature.makes, signature.classes, strict=True)
     ):
         inner_operands = [(o, where[1]) for o, where in enumerate(operands) if where and where[0] == "in"]
         settled = placed_values.issuperset(value for _, value in inner_operands)
@@ -145,7 +148,7 @@ def _members(signature: Signature) -> list[_Member]:
                 operands=tuple(roles),
                 makes=results,
                 may_be_partial=tuple(inner_operands) if settled and sizeless.grows else (),
-                fresh=_fresh(sizeless, operands, signature.summed),
+                fresh=_fresh(sizeless, operands, factors.get(position, signature.summed)),
             )
         )
     return members

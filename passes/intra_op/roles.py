@@ -12,7 +12,7 @@ from types import MappingProxyType
 from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
 from passes.intra_op.batch_reach import Classes, batch_reach
-from passes.ir import Graph, StatePairs, TensorType, control_of, phase
+from passes.ir import LOOP, Graph, StatePairs, TensorType, control_of, phase
 from passes.layers import OTHERWISE, batch_inputs, rows_along
 from passes.rules import rule_of
 from passes.transforms import loop_of, microbatch_stacks
@@ -73,7 +73,9 @@ def roles(
     parameters |= frozen(graph, assembly.state_pairs, batch)
     gradients = _types_of_gradients(graph)
     stored = {value for value in returned if graph.types[value] not in gradients}
-    reach = batch_reach(assembly.root, batch, parameters, stored)
+    # Weights that noise is added to before the gradient is taken are read by no operator of the forward pass.
+    weights = parameters | (returned - stored - of_rows.keys())
+    reach = batch_reach(assembly.root, batch, weights, stored, assembly.mesh.size)
     if not batch and not reach.classes and loop_of(graph) is None:
         rule = "it needs an input that is not returned as state and has a batch dimension; this function has none"
         remedy = f"return the state that the step updates, {OTHERWISE}, or use planner=Auto()"
@@ -138,12 +140,11 @@ def _is_of_weights(type: TensorType) -> bool:
 
 
 def in_forward(graph: Graph, value: int) -> bool:
-    """Whether the forward pass reads a value, in the loop over microbatches if there is one."""
-    for reader in graph.consumers.get(value, ()):
-        node = graph.nodes[reader]
+    """Whether the forward pass reads a value, in a loop over microbatches if there is one."""
+    for node in (graph.nodes[reader] for reader in graph.consumers.get(value, ())):
         if phase(node) == "forward":
             return True
-        if node.subgraphs and reader == loop_of(graph):
+        if node.scope == LOOP and node.subgraphs:
             (body,) = node.subgraphs
             entering = zip(node.inputs, body.inputs, strict=True)
             if any(outer == value and in_forward(body, inner) for outer, inner in entering):
@@ -208,8 +209,7 @@ def recurrent(subproblem: Subproblem) -> set[Value]:
 
 def _types_of_gradients(graph: Graph) -> set[TensorType]:
     """The types of the values that the backward pass makes: state of another type has no gradient."""
-    loop = loop_of(graph)
-    bodies = graph.nodes[loop].subgraphs if loop is not None else (graph,)
+    bodies = [body for node in graph.nodes if node.scope == LOOP for body in node.subgraphs] or [graph]
     return {body.types[v] for body in bodies for node in body.nodes if phase(node) == "backward" for v in node.outputs}
 
 

@@ -33,7 +33,7 @@ from passes.intra_op.roofline import (
     times_made,
 )
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
-from passes.intra_op.sums_in_products import summed_operand
+from passes.intra_op.sums_in_products import factors_of_sums, summed_operand
 from passes.ir import Graph, TensorType
 from passes.placement import Grouping, OperatorGroup
 from passes.rules import Assignment, ShardingRule
@@ -92,7 +92,8 @@ class GroupSignature:
     `operators` are numbers of one tabulator. `operands` holds the place of each operand of each member: (`in`, k) for
     the k-th value of the group, (`out`, k) for the k-th value read from outside, None for literals and free values.
     `options` are the classes that an axis may cut, `classes` those of the members' factors. Readers make `unread`
-    (member, operand) pairs and `unwritten` values anew. `summed` may come in partial. It may be `inside` a loop.
+    (member, operand) pairs and `unwritten` values anew. `summed` may come in partial, `factors` in place of a member's
+    first operand. It may be `inside` a loop.
     """
 
     operators: tuple[int, ...]
@@ -104,6 +105,7 @@ class GroupSignature:
     options: tuple[int, ...]
     light: bool
     summed: int | None = None
+    factors: frozenset[tuple[int, int]] = frozenset()
     unread: frozenset[tuple[int, int]] = frozenset()
     unwritten: frozenset[int] = frozenset()
     inside: bool = False
@@ -154,6 +156,7 @@ class Tabulator:
                 axes=self.mesh.axes,
                 options=(*signature.options, PARTIAL) if may_be_partial else signature.options,
                 summed=signature.summed,
+                factors=signature.factors,
                 rules=tuple([self._sizeless[number] for number in signature.operators]),
                 operands=signature.operands,
                 makes=signature.makes,
@@ -370,6 +373,7 @@ def signature_of(
         options=_largest(operator_group, graph, grouping),
         light=operator_group.light,
         summed=summed_operand(graph, grouping, members[0]),
+        factors=factors_of_sums(graph, grouping, members),
         unread=frozenset([(m, o) for m, node in enumerate(nodes) for o, v in enumerate(node.inputs) if v in remade]),
         unwritten=frozenset([k for value, k in inside.items() if value in remade]),
         inside=grouping.inside,

@@ -8,11 +8,12 @@ smaller: if each device applies it to its own summand, fewer bytes are reduced.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 from passes.ir import Graph, Node, phase
 from passes.placement import Grouping
-from passes.rules import Factor
+from passes.rules import Factor, ShardingRule
 
 
 def summed_operand(graph: Graph, grouping: Grouping, index: int) -> int | None:
@@ -22,11 +23,39 @@ def summed_operand(graph: Graph, grouping: Grouping, index: int) -> int | None:
     than it has, such as one over a batch, by linear operators alone. All that reads it on the way has a smaller result,
     too: a reader that needs it reduced would reduce it for all.
     """
+    return _sums_of(graph, grouping).operand(index)
+
+
+def _sums_of(graph: Graph, grouping: Grouping) -> _Sums:
+    """The sums of a graph, cached on it."""
     key = summed_operand, id(grouping)
     known = cast("tuple[Grouping, _Sums] | None", graph.memo.get(key))
     if known is None:
         graph.memo[key] = known = grouping, _Sums(graph, grouping)
-    return known[1].operand(index)
+    return known[1]
+
+
+def factors_of_sums(graph: Graph, grouping: Grouping, members: Sequence[int]) -> frozenset[tuple[int, int]]:
+    """The (member, operand) pairs of light operators, by positions, that are linear in each of several operands alone,
+    and of which the operand is a sum, and the first is none: `scale * gradient`, and not `gradient * scale`.
+
+    There are some in bodies of loops and branches alone, where what is reduced may be reduced many times a step.
+    """
+    pairs: set[tuple[int, int]] = set()
+    for position, index in enumerate(members if grouping.inside else ()):
+        node, rule = graph.nodes[index], grouping.rules[index]
+        operands = _linear_alone(node, rule) if rule.light else []
+        if len(operands) > 1:
+            are_sums = [_sums_of(graph, grouping).is_sum(node.inputs[operand]) for operand in operands]
+            if any(are_sums) and not are_sums[0]:
+                pairs.add((position, operands[are_sums.index(True)]))
+    return frozenset(pairs)
+
+
+def _linear_alone(node: Node, rule: ShardingRule) -> list[int]:
+    """The operands in each of which alone an operator is linear, none twice."""
+    alone = [f.partial[0] for f in rule.factors if not f.size and len(f.partial) == 1]
+    return alone if len({node.inputs[operand] for operand in alone}) == len(alone) else []
 
 
 class _Sums:

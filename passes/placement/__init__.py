@@ -3,7 +3,8 @@ and programs whose rows may be placed in any order.
 """
 
 from passes.placement.background import Background, products
-from passes.placement.operator_groups import Grouping, OperatorGroup, group
+from passes.placement.operator_group import OperatorGroup
+from passes.placement.operator_groups import Grouping, group
 from passes.placement.reshardings import (
     Layout,
     Occurrence,

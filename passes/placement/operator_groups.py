@@ -9,127 +9,13 @@ one *class*; a strategy gives every mesh axis one class, or none, or lets the gr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from passes.gc_pause import without_gc
 from passes.ir import Control, Graph, Node, Phase, control_of, phase
+from passes.placement.operator_group import OperatorGroup, has_other_rows, reduce_apart
 from passes.placement.reshardings import is_free
 from passes.rules import ShardingRule, remembered, replicate, rules_of
-
-
-@dataclass(slots=True, kw_only=True)
-class OperatorGroup:
-    """An operator group: its members in order, the graph inputs that it absorbs, and the class of every factor and
-    value dimension.
-
-    Classes are kept as their representatives: classes that become one are renamed wherever they stand. `value_classes`
-    covers values that members read from elsewhere too: two readers of one value agree on its dimensions, on whichever
-    side of a barrier they stand. A `rooted` operator group transforms graph inputs only. One that `adds` only adds up
-    what heavy operators make, and what reads the sum is another: so summands may be added first and reduced once,
-    before the rest cuts the sum. `outside` has a class of ours for classes of other groups, by their numbers: what
-    stands for one dimension there does so here, on both sides of a reduction; so is `repeated`, of what gradients of
-    one row of classes are repeated along. Built up by `group` and not changed afterwards.
-    """
-
-    phase: Phase
-    light: bool
-    rooted: bool = True
-    adds: bool = False
-    members: list[int] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    factor_classes: dict[int, list[int]] = field(default_factory=dict)
-    value_classes: dict[int, list[int]] = field(default_factory=dict)
-    outside: dict[tuple[int, int], int] = field(default_factory=dict)
-    origins: dict[int, tuple[int, int] | None] = field(default_factory=dict)
-
-    def find(self, cls: int) -> int:
-        """The class that stands for this one now."""
-        while cls >= 0 and self.parents[cls] != cls:
-            cls = self.parents[cls]
-        return cls
-
-    def new_class(self) -> int:
-        self.parents.append(len(self.parents))
-        return len(self.parents) - 1
-
-    def unite(self, a: int, b: int) -> bool:
-        """Whether two classes are one afterwards; not if some value or operator has both."""
-        a, b = self.find(a), self.find(b)
-        if a == b:
-            return True
-        lower, higher = min(a, b), max(a, b)
-        renamed: list[list[int]] = []
-        for rows in (self.value_classes, self.factor_classes):
-            for row in rows.values():
-                if higher in row:
-                    if lower in row:
-                        return False
-                    renamed.append(row)
-        self.parents[higher] = lower
-        if higher in self.origins:
-            self.origins.setdefault(lower, self.origins[higher])
-        for row in renamed:
-            row[:] = [lower if cls == higher else cls for cls in row]
-        return True
-
-    def meet(self, ours: int, source: OperatorGroup, theirs: tuple[int, int], *, leads: bool) -> None:
-        """Makes one class of a class of ours and those that came from where it does: a class of the `source`, by
-        number, or, if it `leads` a value there, the first that it has been.
-        """
-        begin = source.origins.get(theirs[1], theirs if leads else None)
-        self.origins.setdefault(ours, begin)
-        for origin in (theirs, begin or theirs) if self.light else ():
-            self.unite(self.outside.setdefault(origin, ours), ours)
-
-    def agrees(self, reads: Sequence[int], rule: ShardingRule) -> bool:
-        """Whether no two operands of a node, that have a dimension in common, have it on two dimensions of one value.
-
-        As the gradient of what rows are compared with, and that of the rows themselves: sums over either side of pairs.
-        """
-        classes: dict[int, int] = {}
-        for value, factors in zip(reads, rule.operands, strict=True):
-            for cls, factor in zip(self.value_classes.get(value, ()), factors, strict=False):
-                other = classes.setdefault(factor, cls) if cls >= 0 and factor >= 0 else cls
-                if other != cls and any({other, cls} <= {*row} for row in self.value_classes.values()):
-                    return False
-        return True
-
-    @property
-    def classes(self) -> list[int]:
-        """The distinct classes, in order of appearance."""
-        return list(dict.fromkeys(cls for classes in self.factor_classes.values() for cls in classes if cls >= 0))
-
-    def join(self, index: int, graph: Graph, rule: ShardingRule, roots: Mapping[int, int]) -> None:
-        """Adds a node; its dimensions take the classes of the operands that the operator group already has.
-
-        `roots` maps values behind a barrier to those before it: both are one array, and have one set of classes.
-        """
-        node = graph.nodes[index]
-        reads = [roots.get(value, value) for value in node.inputs]
-        self.factor_classes[index] = classes = [-1] * len(rule.factors)
-        agreed: tuple[list[int], tuple[int, ...]] | None = None
-        for value, factors in zip(reads, rule.operands, strict=True):
-            row = self.value_classes.get(value)
-            if not row or (agreed and agreed == (row, factors)):
-                continue  # nothing to agree on, or all of it is agreed on already
-            agreed = row, factors
-            for held_class, factor in zip(row, factors, strict=False):
-                if held_class < 0 or factor < 0 or held_class in classes:
-                    continue  # nothing to agree on, or another factor has it already
-                if classes[factor] < 0:
-                    classes[factor] = held_class
-                else:
-                    self.unite(classes[factor], held_class)
-        if -1 in classes:
-            for factor, properties in enumerate(rule.factors):
-                if properties.size and classes[factor] < 0:
-                    classes[factor] = self.new_class()
-        self.members.append(index)
-        for values, dims in ((reads, rule.operands), (node.outputs, rule.results)):
-            for value, factors in zip(values, dims, strict=True):
-                if value not in self.value_classes and value not in graph.literals:
-                    self.value_classes[value] = [classes[f] if f >= 0 else -1 for f in factors] if factors else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +156,8 @@ class _Grouper:
             if operator_group and joins and not self._is_fetched_cast(value, operator_group, index):
                 if (scalar or spread) and any(operator_group.value_classes.values()):
                     continue
-                return None if _is_of_others(value, operands, operator_group, graph) else made_by
+                has_others = has_other_rows(operands, operator_group, self.home, self.operator_groups)
+                return None if has_others or _is_of_others(value, operands, operator_group, graph) else made_by
             if not scalar:
                 key = (value, when, adds)
                 if spread or key not in self.followers:
@@ -334,9 +221,8 @@ class _Grouper:
         if any(v in graph.returned or not inside.issuperset(graph.consumers.get(v, ())) for v in written):
             return
         has_dims = any(source.value_classes.values())
-        if target.members and has_dims != any(target.value_classes.values()):
-            return
-        if has_dims and self._is_scalar(index):
+        are_alike = has_dims == any(target.value_classes.values()) and not reduce_apart(source, target, self.rules)
+        if (target.members and not are_alike) or (has_dims and self._is_scalar(index)):
             return  # sums of several arrays, as penalties on weights are, would place those as one
         offset = len(target.parents)
         target.parents.extend(parent + offset for parent in source.parents)

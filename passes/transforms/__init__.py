@@ -1,15 +1,15 @@
 """Rewrites of a program that compute the same: in microbatches, with recomputation, and cut into stages."""
 
 from passes.transforms import stages
-from passes.transforms.microbatch import Split, loop_of, microbatch_stacks, split, sums_up_front
+from passes.transforms.microbatch import Split, loop_of, microbatch_stacks, sums_up_front
 from passes.transforms.remat import Layering, Recomputed, kept_of, layering, recompute
 from passes.transforms.remat_policy import KEPT, Kept
 from passes.transforms.stage_parts import Part, Stages
 from passes.transforms.stages import cut
-from passes.transforms.time_axis import AXIS, Coupling, Time, whole_layout
+from passes.transforms.time_axis import Coupling, Time, whole_layout
+from passes.transforms.turns import Turn, in_turn
 
 __all__ = [
-    "AXIS",
     "KEPT",
     "Coupling",
     "Kept",
@@ -19,13 +19,14 @@ __all__ = [
     "Split",
     "Stages",
     "Time",
+    "Turn",
     "cut",
+    "in_turn",
     "kept_of",
     "layering",
     "loop_of",
     "microbatch_stacks",
     "recompute",
-    "split",
     "stages",
     "sums_up_front",
     "whole_layout",

@@ -82,7 +82,7 @@ class BatchWalk:
         self.home = dict(zip(graph.inputs, inputs, strict=True)) | {v: self.whole_spec(v) for v in graph.constants}
         self.varying = set(varying)
         if not (self.inside or self.waits):  # nothing is wanted up front there
-            self._costly = _costly_beside_the_batch(graph, self.rules, self.varying)
+            self._costly = costly_beside_the_batch(graph, self.rules, self.varying)
         for index, node in enumerate(graph.nodes):
             if not is_free(graph, index):
                 self._visit(index, node)
@@ -237,7 +237,7 @@ class BatchWalk:
         return ShardingSpec(dims=spec.dims, partial=(AXIS,)) if spec.is_replicated else spec
 
 
-def _costly_beside_the_batch(graph: Graph, rules: Mapping[int, ShardingRule], batch: Collection[int]) -> frozenset[int]:
+def costly_beside_the_batch(graph: Graph, rules: Mapping[int, ShardingRule], batch: Collection[int]) -> frozenset[int]:
     """The values that must not be computed twice: they depend on more than the batch and random keys, through products
     or loops.
     """
@@ -257,20 +257,20 @@ def _why_not(walk: BatchWalk, node: Node, rule: ShardingRule) -> str:
     sums = [v for v in node.inputs if walk.is_sum(v)]
     if rule.reason:
         return rule.reason
-    if any(_is_picked(walk, v) for v in sums):
+    if any(is_picked(walk, v) for v in sums):
         return PICKED
     if sums:
         return "a sum over the batch is used before all of it is there"
     return "the batch dimension is reduced, indexed or reordered"
 
 
-def _is_picked(walk: BatchWalk, value: int) -> bool:
+def is_picked(walk: BatchWalk, value: int) -> bool:
     """Whether a sum is over rows that are picked by an index: a microbatch adds the ones that it has."""
     maker = walk.graph.producers.get(value)
     if maker is None:
         return False
     sums = [v for v in walk.graph.nodes[maker].inputs if walk.is_sum(v)]
-    return bool(walk.rules[maker].sparse) or any(_is_picked(walk, v) for v in sums)
+    return bool(walk.rules[maker].sparse) or any(is_picked(walk, v) for v in sums)
 
 
 def _cuts_the_batch(walk: BatchWalk, node: Node, placement: Placement) -> bool:

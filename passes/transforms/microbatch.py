@@ -82,7 +82,7 @@ def split(
                 f"write a divisor of it, pad the batch to a multiple of {count}, or {OTHERWISE}",
             )
         )
-    return _regions(_walked(graph, count, batch, coupling), batch)
+    return regions(walked(graph, count, batch, coupling), batch)
 
 
 def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | None:
@@ -95,29 +95,29 @@ def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | N
     if any(has_effect(node) or node.subgraphs for node in graph.nodes):
         return None
     try:
-        regions = _regions(_walked(graph, count, batch, "exact", waits=True), batch)
+        early = regions(walked(graph, count, batch, "exact", waits=True), batch)
     except PlanningError:  # nothing of it is a microbatch's own
         return None
-    return regions if all(spec.partial for _, spec in regions.carried) else None
+    return early if all(spec.partial for _, spec in early.carried) else None
 
 
 def loop_of(graph: Graph) -> int | None:
-    """The node that is the loop over microbatches, None for a graph that has none."""
+    """The node that is the first loop over microbatches, None for a graph that has none."""
     return next((i for i, n in enumerate(graph.nodes) if n.scope == LOOP and scan_of(n)), None)
 
 
 def microbatch_stacks(graph: Graph) -> frozenset[int]:
-    """The inputs that come as microbatches, stacked along dimension 0."""
-    index = loop_of(graph)
-    control = None if index is None else control_of(graph.nodes[index], graph)
-    if index is None or control is None:
-        return frozenset()
-    operands = zip(graph.nodes[index].inputs, control.operands, strict=True)
-    return frozenset(value for value, port_use in operands if port_use.stacked) & frozenset(graph.inputs)
+    """The inputs that come as microbatches, stacked along dimension 0, of one loop over them or of several in turn."""
+    stacks: set[int] = set()
+    for node in graph.nodes:
+        if node.scope == LOOP and (control := control_of(node, graph)) is not None:
+            operands = zip(node.inputs, control.operands, strict=True)
+            stacks.update(value for value, port_use in operands if port_use.stacked)
+    return frozenset(stacks).intersection(graph.inputs)
 
 
-def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> BatchWalk:
-    """The walk with these inputs cut; if it `waits`, nodes that use a sum come after the loop."""
+def walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling, *, waits: bool = False) -> BatchWalk:
+    """The walk with the inputs at these positions cut; if it `waits`, nodes that use a sum come after the loop."""
     time = Time(count, single=any(graph.types[graph.inputs[position]].shape[0] == 1 for position in batch))
     rules = time.rules(graph)
     cut = {position: _cut(graph.types[graph.inputs[position]].rank, 0) for position in batch}
@@ -135,7 +135,7 @@ def _walked(graph: Graph, count: int, batch: tuple[int, ...], coupling: Coupling
     return walk
 
 
-def _regions(walk: BatchWalk, batch: tuple[int, ...]) -> Split:
+def regions(walk: BatchWalk, batch: tuple[int, ...]) -> Split:
     """The regions in which nodes are computed.
 
     Raises PlanningError if an operator couples microbatches, or nothing is cut.

@@ -112,6 +112,61 @@ def test_noise_on_weights_is_no_batch():
     assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
 
 
+@pytest.mark.parametrize("microbatches", [None, 4])
+def test_noise_on_weights_before_the_gradient_is_no_batch(microbatches: int | None):
+    """No operator of the forward pass reads a weight that noise was added to: the noise was taken for rows, as it had
+    as many, and activations were gathered.
+    """
+    rows = 128 * (microbatches or 1)
+
+    def step(state: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weight, key = state
+        key, here = jax.random.split(key)
+        noisy = weight + 0.01 * jax.random.normal(here, weight.shape)
+        return weight - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(noisy), key
+
+    weight, x = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((128, WIDTH), (rows, 128)))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    options = {"planner": autopar.DataParallel(), "cluster": "8:a100-80g", "microbatches": microbatches}
+    plan = autopar.parallelize(step, **options).plan((weight, key), x)
+    assert [(c.kind, c.nbytes) for c in plan.collectives] == [("all_reduce", 128 * WIDTH * 4)]
+
+
+def equation(state: State) -> State:
+    """A network that solves u'' = -u, at points that are drawn in each step (Raissi et al. 2019)."""
+    (up, down), key = state
+    key, here = jax.random.split(key)
+    points = jax.random.uniform(here, (ROWS,), up.dtype)
+
+    def loss(weights: Any) -> jax.Array:
+        def u(point: jax.Array) -> jax.Array:
+            return jnp.tanh(point * weights[0]) @ weights[1]
+
+        return jnp.mean((jax.vmap(jax.grad(jax.grad(u)))(points) + jax.vmap(u)(points)) ** 2)
+
+    gradients = jax.grad(loss)((up, down))
+    return jax.tree.map(lambda w, g: w - 0.1 * g, (up, down), gradients), key
+
+
+def test_a_step_that_draws_all_its_rows_has_them_cut():
+    """It was refused for want of a batch. What only makes weights still is: it has no rows."""
+    weights, key = (jax.ShapeDtypeStruct((WIDTH,), "float32"),) * 2, jax.eval_shape(lambda: jax.random.key(0))
+    parallel = autopar.parallelize(equation, planner=autopar.DataParallel(), cluster="8:a100-80g")
+    plan = parallel.plan((weights, key))
+    assert {(c.kind, c.nbytes) for c in plan.collectives} == {("all_reduce", WIDTH * 4)}
+    made = autopar.parallelize(lambda key: jax.random.normal(key, (ROWS, WIDTH)), planner=autopar.DataParallel())
+    with pytest.raises(autopar.PlanningError, match="has a batch dimension; this function has none"):
+        made.plan(key)
+
+
+def test_the_step_that_draws_all_its_rows_is_jits():
+    with jax.enable_x64(True):
+        draws = np.random.default_rng(0)
+        state = (draws.normal(size=WIDTH), draws.normal(size=WIDTH)), jax.random.key(0)
+        (got, _), (wanted, _) = autopar.parallelize(equation, planner=autopar.Zero(3))(state), jax.jit(equation)(state)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, wanted)
+
+
 def test_a_loop_samples_rows_of_its_own_on_each_device():
     """All devices sampled all rows, as the loop's began as zeros, which nothing tied to the batch."""
     state, x = jax.eval_shape(lambda: state_of(ROWS))["sampling"], jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")

@@ -20,6 +20,7 @@ from tests.autopar.rewrite.test_microbatch import assert_close
 from tests.sample import some
 
 ROWS, TOKENS, WIDTH, WORDS = 16, 6, 12, 40
+CLUSTER = "8:a100-80g"
 DRAWS = np.random.default_rng(0)
 PARAMS = {
     "words": DRAWS.normal(size=(WORDS, WIDTH)),
@@ -171,6 +172,23 @@ def test_what_asks_for_places_has_the_programs_order(name: str):
     loss, batch = NOT_BY_ROW[name]
     step = autopar.parallelize(trained(loss), planner=autopar.DataParallel())
     assert_close(step(PARAMS, *batch), jax.jit(trained(loss))(PARAMS, *batch))
+
+
+def test_views_of_images_are_not_sent_to_be_compared_by_their_places():
+    """Places along one dimension of all pairs took the program's order for rows, which the other dimension has."""
+
+    def loss(p: Params, first: jax.Array, second: jax.Array) -> jax.Array:
+        keys = jax.random.split(KEY)
+        views = [x * jax.random.normal(key, x.shape, x.dtype) for x, key in zip((first, second), keys, strict=True)]
+        z = jnp.tanh(jnp.concatenate(views) @ p["down"])
+        scores = jnp.where(jnp.eye(len(z), dtype=bool), -1e9, z @ z.T)
+        places = jnp.roll(jnp.arange(len(z)), len(first))
+        return -jnp.take_along_axis(jax.nn.log_softmax(scores), places[:, None], axis=1).sum()
+
+    images = (jax.ShapeDtypeStruct((512, 3072), "float32"),) * 2
+    params = {"down": jax.ShapeDtypeStruct((3072, 128), "float32")}
+    plan = autopar.parallelize(trained(loss), planner=autopar.DataParallel(), cluster=CLUSTER).plan(params, *images)
+    assert max(c.nbytes for c in plan.collectives if c.kind == "all_gather") == 1024 * 128 * 4  # what is compared
 
 
 def test_rows_leave_in_the_programs_order():

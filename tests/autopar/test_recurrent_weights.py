@@ -82,3 +82,27 @@ def test_a_step_with_weights_in_loops_is_jits(case: str):
         got, wanted = autopar.parallelize(step, planner=autopar.Zero(3))(weights, x), jax.jit(step)(weights, x)
         for mine, theirs in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_gradient_of_a_decay_that_two_carries_share_sends_no_rows():
+    """As in RWKV (Peng et al. 2023), a weighted mean has a numerator and a denominator. Both parts of the gradient were
+    placed as one, and one of them had its rows gathered in each iteration.
+    """
+
+    def weighted(weights: Any, x: jax.Array) -> jax.Array:
+        x, decay = jnp.moveaxis(x, 1, 0), jnp.exp(-jnp.exp(weights["outer"][0]))
+
+        def cell(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+            above, below, key, value = *carry, *inputs
+            above, below = decay * above + jnp.exp(key) * value, decay * below + jnp.exp(key)
+            return (above, below), above / below
+
+        begin = jnp.zeros_like(x[0]), jnp.ones_like(x[0])
+        return jnp.mean((jax.lax.scan(cell, begin, (x @ weights["inner"], x))[1] - x) ** 2)
+
+    types = {name: jax.ShapeDtypeStruct((256, 256), "float32") for name in ("inner", "outer")}
+    parallel = autopar.parallelize(
+        step_of(weighted), planner=autopar.DataParallel(), cluster="8:a100-80g", batch_argnums=1
+    )
+    plan = parallel.plan(types, jax.ShapeDtypeStruct((512, STEPS, 256), "float32"))
+    assert {collective.kind for collective in plan.collectives} == {"all_reduce"}

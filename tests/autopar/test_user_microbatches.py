@@ -64,6 +64,35 @@ def test_rows_are_cut_where_all_of_them_are_looked_at_beside_the_loop():
     assert {c.kind for c in plan.collectives} == {"all_reduce"}
 
 
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_rows_of_few_groups_are_cut_inside_each(is_loop: bool):
+    """Groups that are picked one by one were computed whole on all devices, as these did not divide their number."""
+
+    def picked(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        xs, ys = (a.reshape(COUNT, -1, a.shape[-1]) for a in (x, y))
+
+        def added(i: Any, total: Any) -> Any:
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, xs[i], ys[i]))
+
+        total = jax.tree.map(jnp.zeros_like, params)
+        if is_loop:
+            total = jax.lax.fori_loop(0, COUNT, added, total)
+        for i in range(0 if is_loop else COUNT):
+            total = added(i, total)
+        return jax.tree.map(lambda p, g: p - 1e-4 * g, params, total)
+
+    with jax.enable_x64():
+        params, xs, ys = drawn()
+        rows = xs.reshape(-1, WIDTH), ys.reshape(-1, WIDTH)
+        parallel = autopar.parallelize(picked, planner=autopar.DataParallel())
+        ours, theirs = parallel(params, *rows), jax.jit(picked)(params, *rows)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), ours, theirs)
+    params = {"up": jax.ShapeDtypeStruct((64, 8192), "float32"), "down": jax.ShapeDtypeStruct((8192, 64), "float32")}
+    x = jax.ShapeDtypeStruct((8192, 64), "float32")
+    plan = autopar.parallelize(picked, planner=autopar.DataParallel(), cluster="8:a100-80g").plan(params, x, x)
+    assert sum(c.nbytes * c.count for c in plan.collectives if c.kind == "all_reduce") == 2 * 64 * 8192 * 4
+
+
 def test_an_uneven_microbatch_is_named():
     params, xs, ys = drawn()
     parallel = autopar.parallelize(step, planner=autopar.DataParallel())

@@ -240,7 +240,7 @@ def test_roles_of_a_step() -> None:
 
 def test_the_batch_reaches_the_product_and_what_is_summed_over_it() -> None:
     root = assembled().root
-    on_batch, aligned, _ = batch_reach(root, {X: 0}, {W}, set())
+    on_batch, aligned, _ = batch_reach(root, {X: 0}, {W}, set(), MESH.size)
     product = GROUPING.operator_group_of(GRAPH.nodes[0])
     assert product is not None
     assert root.first + product in on_batch

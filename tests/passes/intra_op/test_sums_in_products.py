@@ -210,3 +210,25 @@ def test_a_square_is_not_made_of_summands():
         return jnp.tanh(x @ (base + made(*weights)))
 
     assert products_of_sums(step_of(layer), *arguments(adapted)) == []
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_scaled_gradient_of_a_branch_is_reduced_once_whichever_factor_comes_first(is_first: bool):
+    """As an estimate of curvature every few steps (Liu et al. 2024, "Sophia"): of `scale * gradient` only the scale
+    could be a sum, and each microbatch reduced the gradient.
+    """
+
+    def step(state: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        def estimated() -> jax.Array:
+            gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(state["weight"])
+            return gradient * state["scale"] if is_first else state["scale"] * gradient
+
+        latest = jax.lax.cond(state["step"] % 2 == 0, estimated, lambda: state["curvature"])
+        curvature = 0.9 * state["curvature"] + 0.1 * latest
+        return {**state, "weight": state["weight"] - curvature, "curvature": curvature, "step": state["step"] + 1}
+
+    matrix = jax.ShapeDtypeStruct((512, 512), "float32")
+    state = dict.fromkeys(("weight", "scale", "curvature"), matrix) | {"step": jax.ShapeDtypeStruct((), "int32")}
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel(), cluster="8:a100-80g", microbatches=4)
+    plan = parallel.plan(state, jax.ShapeDtypeStruct((8192, 512), "float32"))
+    assert [(c.kind, c.nbytes, c.count) for c in plan.collectives] == [("all_reduce", matrix.size * 4, 1)]
