@@ -65,19 +65,35 @@ CYCLES: Mapping[tuple[int, int], Mapping[str, int]] = MappingProxyType(
 """Cycles of one float32 by CUDA's (major, minor); a capability that is not here has those of (8, 6)."""
 
 
+UNITS: Mapping[tuple[int, int], int] = MappingProxyType({(7, 0): 64, (8, 0): 64, (8, 6): 128, (9, 0): 128})
+"""Units for float32 of a multiprocessor, by capability: CUDA's programming guide."""
+
+TRANSACTION_NBYTES = 32
+"""Bytes that a multiprocessor reads in a cycle at most: XLA's `memory_transactions_per_clock`."""
+
+STEP = 3
+"""Cycles of an operation that `CYCLES` lacks: XLA's `kDefaultFlopsPerElement`."""
+
 LAUNCH_SECONDS = 1e-6
 """Seconds that a kernel takes to start: XLA's `kKernelLaunchOverhead`, for every GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The work of a GPU of a (major, minor) `capability`, whose cores together take so many cycles a second, two for
+    """The work of a GPU of a (major, minor) `capability`, whose `cores` together take so many cycles a second, two for
     each multiply-add, while memory moves so many bytes.
     """
 
     capability: tuple[int, int]
     cycles_per_second: float
     bytes_per_second: float
+    cores: int = 132
+
+    @property
+    def block_bytes_per_second(self) -> float:
+        """The bytes that one multiprocessor reads in a second: one transaction a cycle."""
+        units = UNITS.get(self.capability, UNITS[8, 6])
+        return TRANSACTION_NBYTES * self.cycles_per_second / (2 * units * self.cores)
 
     @property
     def launch_nbytes(self) -> float:
@@ -88,6 +104,12 @@ class Arithmetic:
         """The bytes that memory moves while an opcode computes an element, 0 where that takes hardly any time."""
         cycles = CYCLES.get(self.capability, CYCLES[8, 6]).get(name, 0)
         return cycles * self.bytes_per_second / self.cycles_per_second
+
+    def computed_nbytes(self, name: str, blocks: int) -> float:
+        """The bytes that memory moves while so many blocks compute an element of any opcode."""
+        cycles = CYCLES.get(self.capability, CYCLES[8, 6]).get(name, STEP)
+        idle = self.cores / max(1, min(blocks, self.cores))
+        return idle * cycles * self.bytes_per_second / self.cycles_per_second
 
 
 H100 = Arithmetic(capability=(9, 0), cycles_per_second=66.9e12, bytes_per_second=3.35e12)

@@ -18,14 +18,11 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from passes.memory.fusion import Kernel
+from passes.memory.gpu_blocks import ADDED
 from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.gpu_softmax import apart
+from passes.memory.gpu_times import FUSIBLE, Times
 from passes.memory.operations import DRAWN, ELEMENTWISE, Operation, Shape
-
-FUSIBLE = frozenset(
-    {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "literal"}
-)
-"""Kinds that are computed where they are read."""
 
 PURE = frozenset({*ELEMENTWISE, "bitcast"})
 TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
@@ -40,9 +37,6 @@ where it has more than one reader, or what follows from it alone is."""
 
 RENAMED = frozenset({"bitcast", "part", "result"})
 """Kinds that are another name for an array: XLA writes over what a kernel reads under its own name only."""
-
-ADDED = frozenset({"reduce-sum", "reduce-prod", "reduce-max", "reduce-min", "reduce-and", "reduce-or"})
-"""Reductions along whole dimensions."""
 
 COLUMN = 4096
 """Elements of a column that XLA adds up in one go: tiles of 128 by warps of 32 (ReductionDimensionRaceFreeBound in
@@ -87,6 +81,7 @@ class _Fusion:
         self.is_fixed = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
         self.apart = apart(operations, self.readers)
+        self.times = Times(operations, self.readers, self.written, self.is_fixed, arithmetic)
         self.draws = any(operation.name == DRAWN for operation in operations)
 
     def decide(self) -> None:
@@ -118,6 +113,8 @@ class _Fusion:
             return False
         if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
+        if operation.kind in ELEMENTWISE and any(self.times.is_slow(root) for root in roots):
+            return self.times.is_computed_again(index, roots)
         if len(roots) == 1 and _adds_columns(min(roots), self.operations) and operation.kind in ELEMENTWISE:
             return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it

@@ -56,7 +56,7 @@ def _weights(cores: int, numbers: tuple[float, float, float], arithmetic: Arithm
         memory=memory,
         sum_memory=sum_memory,
         sum_launch=sum_launch,
-        arithmetic=arithmetic,
+        arithmetic=replace(arithmetic, cores=cores),
         from_hopper=numbers != _AMPERE,
     )
 
