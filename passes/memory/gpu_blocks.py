@@ -2,7 +2,8 @@
 
 A multiprocessor that runs one block reads 32 bytes a cycle, so that few blocks leave memory idle, and fewer than there
 are multiprocessors leave arithmetic idle. A sum of columns has one block for 32 of them, or 64 or 128 where each thread
-adds up two or four; what adds up rows has several in one block. All other kernels have a thread for every element.
+adds up two or four; what adds up rows has several in one block. What is too long for that is added up in parts. All
+other kernels have a thread for every element.
 
 Reference: ReductionFusion of xla/backends/gpu/codegen/emitters/reduction.cc, GetVectorSizeForMlir and
 IsReductionFasterThanElemental of reduction_utils.cc, AdjustBandwidth of gpu_performance_model_base.cc, jaxlib 0.10.
@@ -27,6 +28,13 @@ ROW_THREADS, ROW_ELEMENTS, MOST_ROW_THREADS = 256, 16, 1024
 """The threads that a block of row sums aims at, the elements that each adds up, and the most that add up one row:
 `kThreadsPerBlockTarget`, `kMinorReducedElementsPerThread` and MinThreadsXRowReduction of XLA."""
 
+COLUMN = 4096
+"""Elements of a column that XLA adds up in one go: tiles of 128 by warps of 32 (ReductionDimensionRaceFreeBound in
+reduction_utils.cc, as of jaxlib 0.10); TreeReductionRewriter cuts longer ones."""
+
+ROW = 16384
+"""Elements of a row that XLA adds up in one go, likewise: 1024 threads with 16 each."""
+
 REREAD = 20.0
 """Times that what is read again comes faster, from a cache: XLA's `kL2CacheSpeedup` times `kL1CacheSpeedup`."""
 
@@ -39,6 +47,8 @@ def blocks_of(operation: Operation, read: Operation, *, narrow: bool) -> int:
     if operation.kind != "reduce" or operation.name not in ADDED:
         return each
     major, added, minor = _grouped(read.shape, frozenset(cast("tuple[str, Shape]", operation.tag)[1]))
+    if added > (ROW if minor == 1 else COLUMN):  # in about as many parts as each of them has elements
+        major, added = major * math.isqrt(added), math.isqrt(added)
     if minor == 1:
         return _of_rows(major, added) if added >= WARP else each
     if added < WARP or (added < 2 * WARP and minor < WARP) or (added < 4 * WARP and minor < 8):

@@ -74,6 +74,10 @@ TRANSACTION_NBYTES = 32
 STEP = 3
 """Cycles of an operation that `CYCLES` lacks: XLA's `kDefaultFlopsPerElement`."""
 
+RAGGED, RAGGED_CYCLES = "ragged concatenate", 400
+"""The name of what joins arrays whose sizes are no multiples of a warp's, and its cycles (HandleConcatenate of XLA's
+gpu_hlo_cost_analysis.cc)."""
+
 LAUNCH_SECONDS = 1e-6
 """Seconds that a kernel takes to start: XLA's `kKernelLaunchOverhead`, for every GPU."""
 
@@ -107,7 +111,8 @@ class Arithmetic:
 
     def computed_nbytes(self, name: str, blocks: int) -> float:
         """The bytes that memory moves while so many blocks compute an element of any opcode."""
-        cycles = CYCLES.get(self.capability, CYCLES[8, 6]).get(name, STEP)
+        known = CYCLES.get(self.capability, CYCLES[8, 6])
+        cycles = RAGGED_CYCLES if name == RAGGED else known.get(name, STEP)
         idle = self.cores / max(1, min(blocks, self.cores))
         return idle * cycles * self.bytes_per_second / self.cycles_per_second
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_blocks import ADDED
+from passes.memory.gpu_blocks import ADDED, COLUMN
 from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.gpu_softmax import apart
 from passes.memory.gpu_times import FUSIBLE, Times
@@ -37,10 +37,6 @@ where it has more than one reader, or what follows from it alone is."""
 
 RENAMED = frozenset({"bitcast", "part", "result"})
 """Kinds that are another name for an array: XLA writes over what a kernel reads under its own name only."""
-
-COLUMN = 4096
-"""Elements of a column that XLA adds up in one go: tiles of 128 by warps of 32 (ReductionDimensionRaceFreeBound in
-reduction_utils.cc, as of jaxlib 0.10); TreeReductionRewriter cuts longer ones."""
 
 OPERANDS = 96
 """Arrays that XLA lets a kernel read and write at most (MaxOperandsAndOutputsPerFusion in gpu_fusible.h, as of jaxlib
@@ -113,7 +109,8 @@ class _Fusion:
             return False
         if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
-        if operation.kind in ELEMENTWISE and any(self.times.is_slow(root) for root in roots):
+        is_slow = operation.kind in ELEMENTWISE and any(self.times.is_slow(root) for root in roots)
+        if is_slow or self.times.is_ragged(index):
             return self.times.is_computed_again(index, roots)
         if len(roots) == 1 and _adds_columns(min(roots), self.operations) and operation.kind in ELEMENTWISE:
             return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]

@@ -13,10 +13,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from passes.ir import item_nbytes
-from passes.memory.gpu_blocks import ADDED, blocks_of, read_nbytes
-from passes.memory.gpu_cycles import Arithmetic
+from passes.memory.gpu_blocks import ADDED, WARP, blocks_of, read_nbytes
+from passes.memory.gpu_cycles import RAGGED, Arithmetic
 from passes.memory.operations import ELEMENTWISE, Operation
 
 FUSIBLE = frozenset(
@@ -47,6 +48,18 @@ class Times:
             return False
         read = self.operations[operation.operands[0]]
         return blocks_of(operation, read, narrow=True) < self.arithmetic.cores
+
+    def is_ragged(self, index: int) -> bool:
+        """Whether an operation joins arrays at places where threads of a warp part: all of it is then computed twice,
+        and XLA counts much more than that.
+        """
+        operation = self.operations[index]
+        if operation.kind != "rearrange" or operation.name != "concatenate":
+            return False
+        _, dimension = cast("tuple[str, int]", operation.tag)
+        shapes = [self.operations[o].shape for o in operation.operands]
+        is_along = 0 < dimension < len(operation.shape)
+        return is_along and any(len(s) < len(operation.shape) or s[dimension] % WARP for s in shapes)
 
     def is_computed_again(self, index: int, roots: Collection[int]) -> bool:
         """Whether an operation is computed in every kernel that reads it where some of these have few blocks."""
@@ -96,6 +109,8 @@ class Times:
     def _steps_nbytes(self, index: int, elements: int, blocks: int) -> float:
         """The bytes that memory moves while a kernel of so many blocks computes elements of an operation."""
         operation = self.operations[index]
+        if self.is_ragged(index):
+            return elements * self.arithmetic.computed_nbytes(RAGGED, blocks)
         if operation.kind not in (*ELEMENTWISE, "reduce"):
             return 0.0
         added = self.operations[operation.operands[0]].size if operation.kind == "reduce" else elements

@@ -20,6 +20,7 @@ from tests.passes.memory.device_programs import operation
         pytest.param((128, 128), (0,), True, 1, id="all rows of a matrix of bfloat16"),
         pytest.param((4, 64, 48), (1,), False, 8, id="columns that no two threads share evenly"),
         pytest.param((4, 16, 64), (1,), False, 2, id="short columns, element by element"),
+        pytest.param((8192, 96), (0,), False, 90 * 3, id="long columns, in parts"),
         pytest.param((16, 128, 8), (1,), False, 16, id="few columns beside each other, a block for each group"),
     ],
 )

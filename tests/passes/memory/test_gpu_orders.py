@@ -6,7 +6,8 @@ import pytest
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_fusion import COLUMN, COPY, fuse
+from passes.memory.gpu_blocks import COLUMN
+from passes.memory.gpu_fusion import COPY, fuse
 from passes.memory.gpu_orders import copied
 from passes.memory.gpu_tasks import copies, tasks_of
 from passes.memory.operations import Operation, Shape
