@@ -109,12 +109,11 @@ class Arithmetic:
         cycles = CYCLES.get(self.capability, CYCLES[8, 6]).get(name, 0)
         return cycles * self.bytes_per_second / self.cycles_per_second
 
-    def computed_nbytes(self, name: str, blocks: int) -> float:
-        """The bytes that memory moves while so many blocks compute an element of any opcode."""
+    def step_nbytes(self, name: str) -> float:
+        """The bytes that memory moves while all multiprocessors compute an element of any opcode."""
         known = CYCLES.get(self.capability, CYCLES[8, 6])
         cycles = RAGGED_CYCLES if name == RAGGED else known.get(name, STEP)
-        idle = self.cores / max(1, min(blocks, self.cores))
-        return idle * cycles * self.bytes_per_second / self.cycles_per_second
+        return cycles * self.bytes_per_second / self.cycles_per_second
 
 
 H100 = Arithmetic(capability=(9, 0), cycles_per_second=66.9e12, bytes_per_second=3.35e12)

@@ -63,7 +63,7 @@ class _Fusion:
         self.operations, self.outputs, self.arithmetic = operations, outputs, arithmetic
         self.sizes = [operation.nbytes for operation in operations]
         self.readers: list[list[int]] = [[] for _ in operations]
-        self.needed = bytearray(len(operations))
+        self.needed, self.is_fixed = bytearray(len(operations)), bytearray(len(operations))
         self.places: set[int] = set()
         for index in reversed(range(len(operations))):
             operation = operations[index]
@@ -71,10 +71,10 @@ class _Fusion:
                 self.needed[index] = True
                 for o in operation.operands:
                     self.readers[o].append(index)
+                    self.is_fixed[o] |= operation.kind not in TAKES_IN
                 if operation.kind == "update" or _scatters(operation):
                     self.places.add(operation.operands[0])
         self.written = bytearray(len(operations))
-        self.is_fixed = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
         self.apart = apart(operations, self.readers)
         self.times = Times(operations, self.readers, self.written, self.is_fixed, arithmetic)
@@ -90,8 +90,7 @@ class _Fusion:
                 roots |= {reader} if self.written[reader] else self.roots[reader]
             self.roots[index] = frozenset(roots)
             self.written[index] = not self._is_fused(index, roots)
-            kind = self.operations[index].kind
-            if kind not in TAKES_IN or (kind == "bitcast" and self.written[index]):
+            if self.operations[index].kind == "bitcast" and self.written[index]:
                 for o in self.operations[index].operands:
                     self.is_fixed[o] = True
 
@@ -110,7 +109,7 @@ class _Fusion:
         if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
         is_slow = operation.kind in ELEMENTWISE and any(self.times.is_slow(root) for root in roots)
-        if is_slow or self.times.is_ragged(index):
+        if is_slow or self.times.is_ragged(index) or (len(roots) > 1 and operation.kind in ELEMENTWISE):
             return self.times.is_computed_again(index, roots)
         if len(roots) == 1 and _adds_columns(min(roots), self.operations) and operation.kind in ELEMENTWISE:
             return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]
