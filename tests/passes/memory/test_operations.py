@@ -222,3 +222,19 @@ def test_a_product_of_columns_is_written_as_its_reader_wants_it_rounded_or_not(d
     while below.kind != "dot":
         below = operations[below.operands[0]]
     assert (below.operands, below.tag) == ((right, left), BY_COLUMNS)
+
+
+@pytest.mark.parametrize(("values", "is_condition"), [((False, True), True), ((True, False), False)])
+def test_what_selects_true_where_a_condition_is_true_is_the_condition(
+    values: tuple[bool, bool], is_condition: bool
+) -> None:
+    operations, type = Operations(), TensorType(shape=(4, 4), dtype="bool")
+    condition = operations.add("input", (), type.shape, "bool", 0)
+    made = operations.elementwise("select", [condition, *(operations.literal(v, "bool") for v in values)], type)
+    assert (made == condition) == is_condition
+
+
+def test_a_whole_number_and_zero_are_that_number() -> None:
+    operations, type = Operations(), TensorType(shape=(4, 4), dtype="int32")
+    counted = operations.add("iota", (), type.shape, "int32", 0)
+    assert operations.elementwise("add", [counted, operations.literal(0, "int32")], type) == counted
