@@ -83,7 +83,7 @@ def _is_small(operations: Sequence[Operation], index: int) -> bool:
 
 
 def _numbers(dot: Operation) -> object:
-    """What products of the same dimensions have in common."""
+    """The dimensions of a product, by which it is told from others."""
     return "merged" if dot.name == "merged" else dot.tag
 
 
