@@ -109,7 +109,7 @@ class _Fusion:
         if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
         is_slow = operation.kind in ELEMENTWISE and any(self.times.is_slow(root) for root in roots)
-        if is_slow or self.times.is_ragged(index) or (len(roots) > 1 and operation.kind in ELEMENTWISE):
+        if is_slow or self.times.is_ragged(index):
             return self.times.is_computed_again(index, roots)
         if len(roots) == 1 and _adds_columns(min(roots), self.operations) and operation.kind in ELEMENTWISE:
             return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]
