@@ -54,12 +54,6 @@ def gaps_nbytes(spans: Sequence[Span]) -> int:
     return min(gaps, heap_nbytes(sorted(large, key=_temporal)) - live) if gaps else 0
 
 
-def gaps_by_size(spans: Sequence[Span]) -> int:
-    """Bytes of the heap of the largest `spans` beyond those that ever live at once, where the largest goes first."""
-    large = sorted(_clocked([span for span in spans if span.nbytes]), key=_spatial)[:PLACED]
-    return heap_nbytes(large) - live_nbytes(large)
-
-
 def gaps_as_they_come(spans: Sequence[Span]) -> int:
     """Bytes of a heap beyond those that ever live at once, where spans are placed in the order in which they begin, of
     those that begin at once the largest first.

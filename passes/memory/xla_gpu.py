@@ -23,7 +23,6 @@ from passes.memory.gpu_widening import widened
 from passes.memory.holders import Temporaries
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
-from passes.memory.packing import gaps_by_size
 from passes.memory.reassociation import reassociated
 from passes.memory.split_products import Weights, split
 
@@ -40,7 +39,7 @@ def model(weights: Weights) -> Callable[..., Temporaries]:
     order = partial(schedule, hides=weights.from_hopper)
     fusing = partial(fuse, arithmetic=weights.arithmetic)
     combine = partial(_combined, weights=weights, fuse=fusing)
-    compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order, gaps=gaps_by_size, copies_late=True)
+    compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order, copies_late=True)
     return partial(xla.temporaries, compiler)
 
 

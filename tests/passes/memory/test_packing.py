@@ -7,7 +7,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.memory.packing import Span, gaps_as_they_come, gaps_by_size, gaps_nbytes, heap_nbytes, live_nbytes
+from passes.memory.packing import Span, gaps_as_they_come, gaps_nbytes, heap_nbytes, live_nbytes
 
 SPANS = st.lists(
     st.builds(
@@ -49,11 +49,6 @@ def test_the_longest_lived_come_first_if_that_leaves_less():
     spans = [(4, 5, 6), (3, 0, 4), (2, 4, 8), (2, 1, 4)]
     assert gaps_nbytes([Span(*span) for span in spans]) == 0
     assert heap_nbytes(sorted((Span(*s) for s in spans), key=lambda s: (-s.nbytes, s.first - s.last))) == 8
-
-
-@given(SPANS)
-def test_the_largest_first_is_one_of_two_ways_to_place(spans: list[Span]):
-    assert gaps_by_size(spans) >= gaps_nbytes(spans)
 
 
 def test_of_equal_buffers_the_one_of_least_rank_is_placed_first():
