@@ -41,9 +41,7 @@ from passes.pipeline import workers
 from passes.solver import SolverOptions
 
 ROOT = Path(__file__).parents[1] / "passes"
-ROOMS = (
-    "layers", "transforms", "placement", "sharding", "memory", "solver", "intra_op", "inter_op", "pipeline", "planners",
-)  # fmt: skip
+ROOMS = tuple("layers transforms placement sharding memory solver intra_op inter_op pipeline planners".split())
 """Rooms of `passes` whose numbers steer planning; others describe devices and operators, or lay out text."""
 
 _OF_XLA: Mapping[str, str] = {
@@ -53,7 +51,9 @@ _OF_XLA: Mapping[str, str] = {
     "gpu_costs": "FLOAT32_FLOPS_PER_MICROSECOND FLOAT32_PRODUCT_MICROSECONDS FLOPS_PER_MICROSECOND KERNEL "
     "LIBRARY_MICROSECONDS MOST_FLOPS_PER_MICROSECOND NBYTES_PER_MICROSECOND PRODUCT_MICROSECONDS SENT_MICROSECONDS "
     "SENT_NBYTES_PER_MICROSECOND SIDES WIDENED_FLOPS_PER_MICROSECOND",
-    "gpu_cycles": "LAUNCH_SECONDS", "gpu_fusion": "COLUMN OPERANDS", "gpu_tasks": "LAUNCH_NBYTES LITTLE",
+    "gpu_cycles": "LAUNCH_SECONDS RAGGED_CYCLES STEP TRANSACTION_NBYTES", "gpu_fusion": "OPERANDS",
+    "gpu_tasks": "LAUNCH_NBYTES LITTLE", "gpu_times": "APART WIDE", "gpu_joint_products": "FRAGMENT JOINED_NBYTES",
+    "gpu_blocks": "COLUMN MOST_ROW_THREADS REREAD ROW ROW_ELEMENTS ROW_THREADS THREADS WARP",
     "split_products": "FLOP SPLITS TILE _AMPERE _BLACKWELL _HOPPER", "moments": "LOOP_RUNS",
     "on_chip": "FETCHED FETCHED_LATE STAYS", "tpu_chips": "OTHER_KERNELS_NBYTES", "tpu_copies": "MOST_PADDED",
 }  # fmt: skip

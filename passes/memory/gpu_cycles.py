@@ -65,19 +65,39 @@ CYCLES: Mapping[tuple[int, int], Mapping[str, int]] = MappingProxyType(
 """Cycles of one float32 by CUDA's (major, minor); a capability that is not here has those of (8, 6)."""
 
 
+UNITS: Mapping[tuple[int, int], int] = MappingProxyType({(7, 0): 64, (8, 0): 64, (8, 6): 128, (9, 0): 128})
+"""Units for float32 of a multiprocessor, by capability: CUDA's programming guide."""
+
+TRANSACTION_NBYTES = 32
+"""Bytes that a multiprocessor reads in a cycle at most: XLA's `memory_transactions_per_clock`."""
+
+STEP = 3
+"""Cycles of an operation that `CYCLES` lacks: XLA's `kDefaultFlopsPerElement`."""
+
+RAGGED, RAGGED_CYCLES = "ragged concatenate", 400
+"""The name of what joins arrays whose sizes are no multiples of a warp's, and its cycles (HandleConcatenate of XLA's
+gpu_hlo_cost_analysis.cc)."""
+
 LAUNCH_SECONDS = 1e-6
 """Seconds that a kernel takes to start: XLA's `kKernelLaunchOverhead`, for every GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """The work of a GPU of a (major, minor) `capability`, whose cores together take so many cycles a second, two for
+    """The work of a GPU of a (major, minor) `capability`, whose `cores` together take so many cycles a second, two for
     each multiply-add, while memory moves so many bytes.
     """
 
     capability: tuple[int, int]
     cycles_per_second: float
     bytes_per_second: float
+    cores: int = 132
+
+    @property
+    def block_bytes_per_second(self) -> float:
+        """The bytes that one multiprocessor reads in a second: one transaction a cycle."""
+        units = UNITS.get(self.capability, UNITS[8, 6])
+        return TRANSACTION_NBYTES * self.cycles_per_second / (2 * units * self.cores)
 
     @property
     def launch_nbytes(self) -> float:
@@ -87,6 +107,12 @@ class Arithmetic:
     def nbytes(self, name: str) -> float:
         """The bytes that memory moves while an opcode computes an element, 0 where that takes hardly any time."""
         cycles = CYCLES.get(self.capability, CYCLES[8, 6]).get(name, 0)
+        return cycles * self.bytes_per_second / self.cycles_per_second
+
+    def step_nbytes(self, name: str) -> float:
+        """The bytes that memory moves while all multiprocessors compute an element of any opcode."""
+        known = CYCLES.get(self.capability, CYCLES[8, 6])
+        cycles = RAGGED_CYCLES if name == RAGGED else known.get(name, STEP)
         return cycles * self.bytes_per_second / self.cycles_per_second
 
 

@@ -18,14 +18,11 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from passes.memory.fusion import Kernel
+from passes.memory.gpu_blocks import ADDED, COLUMN
 from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.gpu_softmax import apart
+from passes.memory.gpu_times import FUSIBLE, Times
 from passes.memory.operations import DRAWN, ELEMENTWISE, Operation, Shape
-
-FUSIBLE = frozenset(
-    {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "literal"}
-)
-"""Kinds that are computed where they are read."""
 
 PURE = frozenset({*ELEMENTWISE, "bitcast"})
 TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
@@ -40,13 +37,6 @@ where it has more than one reader, or what follows from it alone is."""
 
 RENAMED = frozenset({"bitcast", "part", "result"})
 """Kinds that are another name for an array: XLA writes over what a kernel reads under its own name only."""
-
-ADDED = frozenset({"reduce-sum", "reduce-prod", "reduce-max", "reduce-min", "reduce-and", "reduce-or"})
-"""Reductions along whole dimensions."""
-
-COLUMN = 4096
-"""Elements of a column that XLA adds up in one go: tiles of 128 by warps of 32 (ReductionDimensionRaceFreeBound in
-reduction_utils.cc, as of jaxlib 0.10); TreeReductionRewriter cuts longer ones."""
 
 OPERANDS = 96
 """Arrays that XLA lets a kernel read and write at most (MaxOperandsAndOutputsPerFusion in gpu_fusible.h, as of jaxlib
@@ -73,7 +63,7 @@ class _Fusion:
         self.operations, self.outputs, self.arithmetic = operations, outputs, arithmetic
         self.sizes = [operation.nbytes for operation in operations]
         self.readers: list[list[int]] = [[] for _ in operations]
-        self.needed = bytearray(len(operations))
+        self.needed, self.is_fixed = bytearray(len(operations)), bytearray(len(operations))
         self.places: set[int] = set()
         for index in reversed(range(len(operations))):
             operation = operations[index]
@@ -81,12 +71,13 @@ class _Fusion:
                 self.needed[index] = True
                 for o in operation.operands:
                     self.readers[o].append(index)
+                    self.is_fixed[o] |= operation.kind not in TAKES_IN
                 if operation.kind == "update" or _scatters(operation):
                     self.places.add(operation.operands[0])
         self.written = bytearray(len(operations))
-        self.is_fixed = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
         self.apart = apart(operations, self.readers)
+        self.times = Times(operations, self.readers, self.written, self.is_fixed, arithmetic)
         self.draws = any(operation.name == DRAWN for operation in operations)
 
     def decide(self) -> None:
@@ -99,8 +90,7 @@ class _Fusion:
                 roots |= {reader} if self.written[reader] else self.roots[reader]
             self.roots[index] = frozenset(roots)
             self.written[index] = not self._is_fused(index, roots)
-            kind = self.operations[index].kind
-            if kind not in TAKES_IN or (kind == "bitcast" and self.written[index]):
+            if self.operations[index].kind == "bitcast" and self.written[index]:
                 for o in self.operations[index].operands:
                     self.is_fixed[o] = True
 
@@ -118,6 +108,9 @@ class _Fusion:
             return False
         if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
+        is_slow = operation.kind in ELEMENTWISE and any(self.times.is_slow(root) for root in roots)
+        if is_slow or self.times.is_ragged(index):
+            return self.times.is_computed_again(index, roots)
         if len(roots) == 1 and _adds_columns(min(roots), self.operations) and operation.kind in ELEMENTWISE:
             return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it

@@ -19,8 +19,12 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
+from passes.memory.gpu_blocks import ADDED
 from passes.memory.gpu_fusion import COPY
 from passes.memory.operations import ELEMENTWISE, Operation, Shape
+
+LIES = "as it lies"
+"""The name of another view of an array, its dimensions in the order in which they are in memory."""
 
 
 def copied(operations: Sequence[Operation], outputs: Collection[int] = ()) -> tuple[list[Operation], list[int]]:
@@ -64,6 +68,8 @@ class _Orders:
                 moved = self._transposed(index, moved)
             elif source in self.orders and operation.kind in ("bitcast", "dot"):
                 moved = moved.reading(tuple([self._read(index, o, place, changed) for o in operation.operands]))
+            elif source in self.orders and operation.kind == "reduce" and operation.name in ADDED:
+                moved = self._added(index, moved, changed)
             place.append(len(changed))
             changed.append(moved)
             if index in self.laid:
@@ -150,6 +156,17 @@ class _Orders:
         if all(self._is_read(reader, index, lies) for reader in self.readers.get(index, ())):
             return moved._replace(kind="bitcast")
         return moved._replace(kind="rearrange", tag=(COPY, order))
+
+    def _added(self, index: int, moved: Operation, changed: list[Operation]) -> Operation:
+        """A reduction of what lies in an order, along dimensions as they lie."""
+        (source,) = self.operations[index].operands
+        read, order = self.operations[source], self.orders[source]
+        name, added = cast("tuple[str, Shape]", moved.tag)
+        lies = read._replace(
+            kind="bitcast", operands=moved.operands, shape=tuple(read.shape[d] for d in order), tag=LIES
+        )
+        changed.append(lies)
+        return moved._replace(operands=(len(changed) - 1,), tag=(name, tuple(sorted(order.index(d) for d in added))))
 
     def _read(self, reader: int, operand: int, place: Sequence[int], changed: list[Operation]) -> int:
         """The new position of what a product, or another view, reads: a copy if it cannot read it as it lies."""

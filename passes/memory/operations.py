@@ -299,13 +299,13 @@ class Operations:
 
     def _neutral(self, name: str, spread: list[int], numbers: Sequence[object], type: TensorType) -> int | None:
         """The operand that an operation returns unchanged, or a scatter into the other one; None for anything else."""
-        if name in NEUTRAL and len(spread) == 2 and "float" in type.dtype:
+        if name in NEUTRAL and len(spread) == 2:
             if is_number(numbers[1], NEUTRAL[name]):
                 return spread[0]
             if name in COMMUTATIVE and is_number(numbers[0], NEUTRAL[name]):
                 return spread[1]
-        if name == "select" and len(set(spread[1:])) == 1:
-            return spread[1]
+        if name == "select" and (chosen := _chosen(spread, numbers, type)) is not None:
+            return chosen
         return _scattered(self, spread, type) if name == "add" and len(spread) == 2 else None
 
     def _narrow(
@@ -338,6 +338,13 @@ def widen(operations: Operations, operation: int) -> int:
     """The operation in the dtype that its readers compute in."""
     wide = operations.widened.get(operations[operation].dtype)
     return operation if wide is None else operations.converted(operation, wide)
+
+
+def _chosen(spread: Sequence[int], numbers: Sequence[object], type: TensorType) -> int | None:
+    """The operand that a selection is: both choices if they are one, the condition itself if it selects what it is."""
+    if len(set(spread[1:])) == 1:
+        return spread[1]
+    return spread[0] if type.dtype == "bool" and tuple(numbers[1:]) == (False, True) else None
 
 
 def _scattered(operations: Operations, summands: Sequence[int], type: TensorType) -> int | None:

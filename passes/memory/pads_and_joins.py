@@ -48,9 +48,12 @@ def concatenated(
 def joined_by_copies(
     operations: Operations, operands: Sequence[int], shape: Shape, dtype: str, dimension: int, count: int
 ) -> int:
-    """The operation of `count` arrays joined: XLA fuses a concatenation unless it joins many arrays, or long rows."""
+    """The operation of `count` arrays joined: XLA fuses a concatenation unless it joins many arrays, or long rows; on
+    GPUs any.
+    """
     has_long_rows = len(shape) > 1 and dimension == len(shape) - 1 and shape[-1] >= ROW_ELEMENTS
-    kind: Kind = "opaque" if count > FUSED_JOINS or has_long_rows else "rearrange"
+    is_copied = operations.compiler != "gpu" and (count > FUSED_JOINS or has_long_rows)
+    kind: Kind = "opaque" if is_copied else "rearrange"
     return operations.add(kind, operands, shape, dtype, ("concatenate", dimension))
 
 

@@ -56,7 +56,7 @@ def _weights(cores: int, numbers: tuple[float, float, float], arithmetic: Arithm
         memory=memory,
         sum_memory=sum_memory,
         sum_launch=sum_launch,
-        arithmetic=arithmetic,
+        arithmetic=replace(arithmetic, cores=cores),
         from_hopper=numbers != _AMPERE,
     )
 
@@ -113,7 +113,7 @@ def _parts(dot: Operation, operations: Sequence[Operation], weights: Weights) ->
 
 def _sides(dot: Operation, operations: Sequence[Operation]) -> tuple[int, int, int, int, int] | None:
     """The batch, rows, columns and contracted elements of a product, and the bytes of its operands' elements."""
-    lhs, rhs = (operations[o] for o in dot.operands)
+    lhs, rhs = operations[dot.operands[0]], operations[dot.operands[-1]]
     tag = cast("tuple[object, ...]", dot.tag)
     if tag and tag[0] == "merged":
         # both are in (batch, free, contracted) order
@@ -126,6 +126,8 @@ def _sides(dot: Operation, operations: Sequence[Operation]) -> tuple[int, int, i
         inner = lhs.shape[contracted[0][0]]
         batch = math.prod(lhs.shape[d] for d in batched[0])
         rows, columns = lhs.size // max(1, batch * inner), rhs.size // max(1, batch * inner)
+    if len(dot.operands) > 2:  # one of the sides is several arrays
+        rows, columns = dot.shape[-2:]
     return batch, rows, columns, inner, item_nbytes(lhs.dtype) + item_nbytes(rhs.dtype)
 
 

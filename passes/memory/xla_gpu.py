@@ -13,6 +13,7 @@ from passes.memory import xla
 from passes.memory.conversions import sliced_first
 from passes.memory.gpu_collectives import Fuse, combined
 from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_joint_products import joint
 from passes.memory.gpu_layouts import viewed
 from passes.memory.gpu_orders import copied
 from passes.memory.gpu_rooms import at_once
@@ -66,6 +67,7 @@ def _steps(weights: Weights, fuse: Fuse) -> Iterator[Callable[[Sequence[Operatio
         yield lambda operations, _: widened(operations)
     yield reassociated
     yield copied
+    yield lambda operations, _: joint(operations)
     yield lambda operations, _: split(viewed(laid_out(operations)), weights)
     yield partial(combined, fuse=fuse)
 

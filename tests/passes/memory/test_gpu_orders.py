@@ -6,7 +6,8 @@ import pytest
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_fusion import COLUMN, COPY, fuse
+from passes.memory.gpu_blocks import COLUMN
+from passes.memory.gpu_fusion import COPY, fuse
 from passes.memory.gpu_orders import copied
 from passes.memory.gpu_tasks import copies, tasks_of
 from passes.memory.operations import Operation, Shape
@@ -164,7 +165,7 @@ def test_a_copy_is_made_by_the_kernel_that_makes_as_much_of_the_same_array():
 def test_what_a_sum_of_columns_adds_up_is_written_unless_it_is_added_in_parts(
     rows: int, axes: Shape, is_written: bool
 ) -> None:
-    shape = (rows, 2)
+    shape = (rows, 2**15)
     inputs = [Operation("input", (), shape, "bfloat16", -1, tag=tag) for tag in range(2)]
     wide = [Operation("elementwise", (o,), shape, "float32", -1, tag=("convert bfloat16",)) for o in range(2)]
     scaled = operation("elementwise", 4, 5, shape=shape, name="multiply")
@@ -174,7 +175,7 @@ def test_what_a_sum_of_columns_adds_up_is_written_unless_it_is_added_in_parts(
         operation("elementwise", 2, 3, shape=shape, name="multiply"),
         operation("input", shape=shape, tag=2),
         scaled,
-        operation("reduce", 6, shape=(2,), tag=("reduce-sum", axes)),
+        operation("reduce", 6, shape=(2**15,), tag=("reduce-sum", axes)),
     ]
     assert (6 in {kernel.operation for kernel in fuse(every, (7,))}) == is_written
     rowwise = [*every[:7], operation("reduce", 6, shape=(rows,), tag=("reduce-sum", (1,)))]

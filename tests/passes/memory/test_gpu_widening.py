@@ -38,6 +38,19 @@ def test_what_is_added_and_multiplied_stays_wide_in_between() -> None:
     assert multiplied.dtype == "float32"
 
 
+@pytest.mark.parametrize(("axes", "name"), [((0,), "add"), ((0, 1), "convert bfloat16")])
+def test_a_sum_along_several_dimensions_reads_what_was_rounded(axes: tuple[int, ...], name: str) -> None:
+    every = [
+        narrow("input", tag=0),
+        narrow("elementwise", 0, 0, name="add"),
+        narrow("reduce", 1, tag=("reduce-sum", axes)),
+    ]
+    operations, place = widened(every)
+    summed = operations[operations[place[2]].operands[0]]
+    assert (summed.kind, summed.dtype) == ("reduce", "float32")
+    assert operations[summed.operands[0]].name == name
+
+
 @pytest.mark.parametrize("name", ["maximum", "negate", "select", "exponential"])
 def test_what_is_compared_or_moved_stays_narrow(name: str) -> None:
     every = [narrow("input", tag=0), narrow("elementwise", 0, name=name)]

@@ -240,3 +240,19 @@ def test_sums_and_products_are_equal_in_either_order() -> None:
     for name in ("add", "multiply", "subtract"):
         made = {operations.elementwise(name, order, type) for order in (both, both[::-1])}
         assert len(made) == (2 if name == "subtract" else 1)
+
+
+@pytest.mark.parametrize(("values", "is_condition"), [((False, True), True), ((True, False), False)])
+def test_what_selects_true_where_a_condition_is_true_is_the_condition(
+    values: tuple[bool, bool], is_condition: bool
+) -> None:
+    operations, type = Operations(), TensorType(shape=(4, 4), dtype="bool")
+    condition = operations.add("input", (), type.shape, "bool", 0)
+    made = operations.elementwise("select", [condition, *(operations.literal(v, "bool") for v in values)], type)
+    assert (made == condition) == is_condition
+
+
+def test_a_whole_number_and_zero_are_that_number() -> None:
+    operations, type = Operations(), TensorType(shape=(4, 4), dtype="int32")
+    counted = operations.add("iota", (), type.shape, "int32", 0)
+    assert operations.elementwise("add", [counted, operations.literal(0, "int32")], type) == counted

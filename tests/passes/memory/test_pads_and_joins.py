@@ -48,9 +48,10 @@ def test_zeros_are_padded_and_less_than_none_is_a_slice(config: tuple[tuple[int,
     ],
 )
 def test_many_arrays_and_long_rows_are_copied(count: int, row: int, dimension: int, kind: str):
-    operations = Operations()
-    parts = [operations.add("input", (), (4, row), "float32", number) for number in range(count)]
-    assert operations[joined_by_copies(operations, parts, (4, row), "float32", dimension, count)].kind == kind
+    for compiler, expected in (("cpu", kind), ("gpu", "rearrange")):
+        operations = Operations(compiler=compiler)
+        parts = [operations.add("input", (), (4, row), "float32", number) for number in range(count)]
+        assert operations[joined_by_copies(operations, parts, (4, row), "float32", dimension, count)].kind == expected
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""Times of kernels on GPUs: what few columns are made of is written before it is added up."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.memory.gpu_cycles import H100
+from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_times import Times
+from passes.memory.operations import Operation, Shape
+from tests.passes.memory.device_programs import operation
+
+
+@pytest.mark.parametrize(("columns", "is_slow"), [(512, True), (2**15, False)])
+def test_a_sum_of_few_columns_is_slow(columns: int, is_slow: bool) -> None:
+    shape: Shape = (128, columns)
+    every = [operation("input", shape=shape), operation("reduce", 0, shape=(columns,), tag=("reduce-sum", (0,)))]
+    times = Times(every, ((1,), ()), (True, True), (False, False), H100)
+    assert times.is_slow(1) == is_slow
+    assert not times.is_slow(0)
+
+
+@pytest.mark.parametrize(("groups", "is_written"), [(8, True), (256, False)])
+def test_exponents_of_which_few_columns_are_added_up_are_written(groups: int, is_written: bool) -> None:
+    shape: Shape = (groups, 128, 256)
+    every = [
+        Operation("input", (), shape, "bfloat16", -1, tag=0),
+        operation("input", shape=(groups, 256), tag=1),
+        operation("broadcast", 1, shape=shape, tag=(0, 2)),
+        Operation("elementwise", (0,), shape, "float32", -1, tag="convert bfloat16"),
+        operation("elementwise", 3, 2, shape=shape, name="subtract"),
+        operation("elementwise", 4, shape=shape, name="exponential"),
+        operation("reduce", 5, shape=(groups, 256), tag=("reduce-sum", (1,))),
+        operation("broadcast", 6, shape=shape, tag=(0, 2)),
+        operation("elementwise", 5, 7, shape=shape, name="divide"),
+        operation("elementwise", 5, 8, shape=shape, name="multiply"),
+        operation("reduce", 9, shape=(groups, 256), tag=("reduce-sum", (1,))),
+    ]
+    assert (5 in {kernel.operation for kernel in fuse(every, (8, 10))}) == is_written
+
+
+@pytest.mark.parametrize(("size", "dimension", "is_ragged"), [(48, 1, True), (64, 1, False), (48, 0, False)])
+def test_arrays_joined_within_a_warp_are_ragged(size: int, dimension: int, is_ragged: bool) -> None:
+    shape = (64, 64, 64)
+    parts = [operation("input", shape=(*shape[:dimension], size, *shape[dimension + 1 :]), tag=tag) for tag in (0, 1)]
+    joined = operation("rearrange", 0, 1, shape=shape, tag=("concatenate", dimension))
+    times = Times([*parts, joined], ((2,), (2,), ()), (True, True, True), (False, False, False), H100)
+    assert times.is_ragged(2) == is_ragged
+
+
+@pytest.mark.parametrize("tokens", [256, 2**16])
+def test_what_is_widened_is_computed_by_all_that_read_it_and_a_large_sum_before_it_is_written(tokens: int) -> None:
+    """A residual stream in bfloat16 and its normalisation in float32."""
+    shape: Shape = (tokens, 256)
+    every = [
+        *(Operation("input", (), shape, "bfloat16", -1, tag=tag) for tag in range(3)),
+        Operation("elementwise", (0, 1), shape, "bfloat16", -1, tag="add"),
+        Operation("elementwise", (3, 2), shape, "bfloat16", -1, tag="add"),
+        Operation("elementwise", (4,), shape, "float32", -1, tag="convert bfloat16"),
+        operation("reduce", 5, shape=(tokens,), tag=("reduce-sum", (1,))),
+        operation("elementwise", 5, shape=shape, name="square"),
+        operation("reduce", 7, shape=(tokens,), tag=("reduce-sum", (1,))),
+        operation("elementwise", 5, shape=shape, name="negate"),
+        operation("dot", 9, 9, shape=(256, 256), tag=("merged",)),
+        Operation("elementwise", (4, 0), shape, "bfloat16", -1, tag="multiply"),
+    ]
+    written = {kernel.operation for kernel in fuse(every, (6, 8, 10, 11))}
+    assert (4 in written) == (tokens > 2**15)
+    assert 5 not in written
