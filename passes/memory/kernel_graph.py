@@ -46,11 +46,23 @@ class Graph:
         listed_at = post_order(_as_listed(operations), outputs)
         for readers in self.readers:
             readers.sort(key=listed_at.__getitem__)
+            _move(operations, readers)
         for index in outputs:
             self.readers[index].append(-1)
         self.flexible = [kind in PRODUCERS for kind in self.kinds]
         self.n_reads = [dict.fromkeys(reads, 1) for reads in self.reads]
         self.fused: set[int] = set()
+
+
+def _move(operations: Sequence[Operation], readers: list[int]) -> None:
+    """Lists the readers that were moved ahead of a reshape as they come after it: it was one itself, and went."""
+    moved = [reader for reader in readers if operations[reader].is_moved]
+    if moved:
+        place = readers.index(moved[0])
+        for reader in moved:
+            readers.remove(reader)
+        readers.insert(place, moved.pop())
+        readers += moved
 
 
 def list_reader(readers: list[int], reader: int) -> None:

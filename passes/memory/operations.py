@@ -73,7 +73,8 @@ SIMPLIFIED = frozenset({"add", "select"})
 class Operation(NamedTuple):
     """One operation; `operands` are positions in the program, `node` and `value` what it stands for in the graph.
 
-    `tag` tells apart what has the same kind, operands and shape. A tuple is made in a fifth of the time that a frozen
+    `tag` tells apart what has the same kind, operands and shape. One that `is_moved` was computed behind a reshape, and
+    is ahead of it. A tuple is made in a fifth of the time that a frozen
     dataclass takes, and a deep model has a hundred thousand operations.
     """
 
@@ -85,6 +86,7 @@ class Operation(NamedTuple):
     value: int = -1
     tag: object = None
     is_fused: bool = False
+    is_moved: bool = False
 
     @property
     def name(self) -> str:
@@ -100,8 +102,7 @@ class Operation(NamedTuple):
         """The operation with other operands; itself where these are its own, which many are in every pass."""
         if operands == self.operands:
             return self
-        kind, _, shape, dtype, node, value, tag, is_fused = self
-        return Operation(kind, operands, shape, dtype, node, value, tag, is_fused)
+        return self._replace(operands=operands)
 
     @property
     def is_conversion(self) -> bool:

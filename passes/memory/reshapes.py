@@ -60,7 +60,7 @@ class _Moved:
         operation = self.operations[index]
         shape = next(self.changed[base].shape for o in operation.operands if (base := self._base(o)) is not None)
         operands = tuple(self._under(o, shape) for o in operation.operands)
-        self.before[index] = self._add(operation._replace(operands=operands, shape=shape))
+        self.before[index] = self._add(operation._replace(operands=operands, shape=shape, is_moved=True))
         return self._add(operation._replace(kind="bitcast", operands=(self.before[index],), tag=None))
 
     def _base(self, index: int) -> int | None:

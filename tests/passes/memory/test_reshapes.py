@@ -1,5 +1,6 @@
 """Elementwise operations come before the reshape of their operands where they alone read what is reshaped."""
 
+from passes.memory.kernel_graph import Graph
 from passes.memory.operations import Operation
 from passes.memory.reshapes import axes_before, computed_before, moved_down
 
@@ -74,3 +75,12 @@ def test_dimensions_are_reduced_as_they_were_joined():
     assert axes_before((32, 64, 8), (2048, 8), (0,)) == [0, 1]
     assert axes_before((32, 64, 8), (2048, 8), (1,)) is None
     assert axes_before((32, 64, 8), (32, 512), (0, 1)) == [0, 1, 2]
+
+
+def test_the_last_reader_that_was_moved_takes_the_place_of_the_reshape():
+    """As the logarithm in a softmax's does that comes after the quotient in its transpose."""
+    first, second = operation("expensive", (1,), tag="sqrt"), operation("expensive", (1,), tag="log")
+    joined = operation("rearrange", (2, 3), (64, 64, 32), ("concatenate", 0))
+    changed, place = moved_down([PRODUCT, RESHAPED, first, second, joined], [4])
+    readers = Graph(changed, (place[4],)).readers[place[0]]
+    assert [changed[reader].name for reader in readers] == ["log", "sqrt"]
