@@ -108,11 +108,10 @@ class _Fusion:
             return False
         if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
-        is_slow = operation.kind in ELEMENTWISE and any(self.times.is_slow(root) for root in roots)
-        if is_slow or self.times.is_ragged(index):
+        adds = len(roots) == 1 and _adds_columns(min(roots), self.operations)
+        is_timed = operation.kind in ELEMENTWISE and (adds or any(map(self.times.is_slow, roots)))
+        if is_timed or self.times.is_ragged(index):
             return self.times.is_computed_again(index, roots)
-        if len(roots) == 1 and _adds_columns(min(roots), self.operations) and operation.kind in ELEMENTWISE:
-            return sum(self._source_nbytes(o) for o in set(operation.operands)) <= self.sizes[index]
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
             return True
         read = sum(self._source_nbytes(o) for o in set(operation.operands))
