@@ -161,11 +161,12 @@ def test_a_copy_is_made_by_the_kernel_that_makes_as_much_of_the_same_array():
     assert not copies([*every[:5], behind], [*kernels[:5], Kernel(operation=5, reads=(1, 3), over=())])
 
 
-@pytest.mark.parametrize(("rows", "axes", "is_written"), [(COLUMN, (0,), True), (2 * COLUMN, (0,), False)])
-def test_what_a_sum_of_columns_adds_up_is_written_unless_it_is_added_in_parts(
-    rows: int, axes: Shape, is_written: bool
+@pytest.mark.parametrize(("rows", "columns", "is_written"), [(COLUMN, 2**15, False), (COLUMN, 2**7, True)])
+def test_what_is_added_up_by_columns_is_multiplied_there_unless_few_blocks_do_it(
+    rows: int, columns: int, is_written: bool
 ) -> None:
-    shape = (rows, 2**15)
+    """XLA:GPU compiles 2^15 columns without temporaries, for A100 and H100 (jaxlib 0.10.2)."""
+    shape = (rows, columns)
     inputs = [Operation("input", (), shape, "bfloat16", -1, tag=tag) for tag in range(2)]
     wide = [Operation("elementwise", (o,), shape, "float32", -1, tag=("convert bfloat16",)) for o in range(2)]
     scaled = operation("elementwise", 4, 5, shape=shape, name="multiply")
@@ -175,7 +176,7 @@ def test_what_a_sum_of_columns_adds_up_is_written_unless_it_is_added_in_parts(
         operation("elementwise", 2, 3, shape=shape, name="multiply"),
         operation("input", shape=shape, tag=2),
         scaled,
-        operation("reduce", 6, shape=(2**15,), tag=("reduce-sum", axes)),
+        operation("reduce", 6, shape=(columns,), tag=("reduce-sum", (0,))),
     ]
     assert (6 in {kernel.operation for kernel in fuse(every, (7,))}) == is_written
     rowwise = [*every[:7], operation("reduce", 6, shape=(rows,), tag=("reduce-sum", (1,)))]
