@@ -47,13 +47,12 @@ def multiplied(operations: Operations, node: Node, operands: Sequence[int], resu
         described, spread = operations[factor], operations.broadcast(other, type.shape)
         if described.kind != "elementwise" or described.name != "multiply" or operations[spread].kind != "broadcast":
             continue
-        numbers = [(each, operations.number(each)) for each in described.operands]
-        number = next((number for _, number in numbers if number is not None), None)
-        array = next((each for each, number in numbers if number is None), None)
-        if number is None or array is None:
+        numbers = [each for each in described.operands if operations.number(each) is not None]
+        arrays = [each for each in described.operands if operations.number(each) is None]
+        if not numbers or not arrays:
             continue
-        made = _scaled(operations, spread, number)
-        return [operations.elementwise("multiply", (array, made), type)]
+        made = _scaled(operations, spread, operations.number(numbers[0]))
+        return [operations.elementwise("multiply", (*arrays, made), type)]
     return [operations.elementwise("multiply", operands, type)]
 
 

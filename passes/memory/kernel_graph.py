@@ -33,7 +33,7 @@ class Graph:
         self.kinds = [operation.kind for operation in operations]
         shapes = {operation.shape: math.prod(operation.shape) for operation in operations}
         self.sizes = [shapes[operation.shape] for operation in operations]
-        self.alive = _needed(operations, outputs)
+        self.alive = needed(operations, outputs)
         self.reads: list[dict[int, bool]] = []
         self.readers: list[list[int]] = [[] for _ in operations]
         literals = {index for index, kind in enumerate(self.kinds) if kind == "literal"}
@@ -116,16 +116,16 @@ def visited(operands: Sequence[Collection[int]], outputs: Iterable[int]) -> list
     return place
 
 
-def _needed(operations: Sequence[Operation], outputs: Iterable[int]) -> list[bool]:
+def needed(operations: Sequence[Operation], outputs: Iterable[int]) -> list[bool]:
     """Flags of the operations that are inputs or that outputs depend on, [operations]; a kernel writes all results."""
-    needed = [operation.kind == "input" for operation in operations]
+    is_needed = [operation.kind == "input" for operation in operations]
     for index in outputs:
-        needed[index] = True
+        is_needed[index] = True
     for index in reversed(range(len(operations))):
-        if needed[index]:
+        if is_needed[index]:
             for o in operations[index].operands:
-                needed[o] = True
+                is_needed[o] = True
     for index, operation in enumerate(operations):
         if windows.is_choice(operations, index):
-            needed[index] = needed[operation.operands[0]]
-    return needed
+            is_needed[index] = is_needed[operation.operands[0]]
+    return is_needed

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
+from passes.memory.kernel_graph import needed
 from passes.memory.operations import ELEMENTWISE, Operation, Shape
 
 
@@ -18,8 +19,8 @@ def moved_down(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple
     What reduces dimensions that were joined, and no others, then reduces those that they were joined from.
     """
     readers: list[list[int]] = [[] for _ in operations]
-    for index, operation in enumerate(operations):
-        for operand in operation.operands:
+    for index, is_needed in enumerate(needed(operations, outputs)):
+        for operand in operations[index].operands if is_needed else ():
             readers[operand].append(index)
     for output in outputs:
         readers[output].append(-1)

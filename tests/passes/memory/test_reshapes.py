@@ -84,3 +84,9 @@ def test_the_last_reader_that_was_moved_takes_the_place_of_the_reshape():
     changed, place = moved_down([PRODUCT, RESHAPED, first, second, joined], [4])
     readers = Graph(changed, (place[4],)).readers[place[0]]
     assert [changed[reader].name for reader in readers] == ["log", "sqrt"]
+
+
+def test_a_reader_that_no_output_needs_does_not_keep_a_reshape_where_it_is():
+    root, unneeded = operation("expensive", (1,), tag="sqrt"), operation("reduce", (1,), (32, 32), ("reduce-sum", (1,)))
+    changed, place = moved_down([PRODUCT, RESHAPED, root, unneeded], [2])
+    assert changed[changed[place[2]].operands[0]].is_moved
