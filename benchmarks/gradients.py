@@ -176,6 +176,25 @@ def _curved(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean((traces - 1) ** 2)
 
 
+def _perceptron(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((x + jax.nn.gelu(x @ params["inner"]) @ params["outer"] + params["shift"]) ** 2)
+
+
+def _recurrent(params: Any, x: jax.Array) -> jax.Array:
+    def cell(state: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state = jnp.tanh(state @ params["state"] + row @ params["row"])
+        return state, state
+
+    return jnp.mean(lax.scan(cell, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[1] ** 2)
+
+
+def _beside_queue(params: Any, x: jax.Array) -> jax.Array:
+    rows = jnp.tanh(x[:, 0] @ params["key"])
+    same = jnp.sum(rows * x[:, 1], -1, keepdims=True)
+    logits = jnp.concatenate([same, rows @ lax.stop_gradient(params["queue"]).T], 1) / 0.07
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     """An array without elements."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -185,6 +204,9 @@ _ROWS, _SQUARE, _SCALE = _float32(SEQUENCES, LENGTH, WIDTH), _float32(WIDTH, WID
 _IMAGES, _KERNEL, _MIXING = _float32(*IMAGES), _float32(3, 3, *IMAGES[-1:] * 2), _float32(*IMAGES[-1:] * 2)
 _EXPERTS = {"gate": _float32(WIDTH, 4), "inner": _float32(4, WIDTH, 64), "outer": _float32(4, 64, WIDTH)}
 _SQUEEZED = {"kernel": _KERNEL, "inner": _float32(IMAGES[-1], 2), "outer": _float32(2, IMAGES[-1])}
+_PERCEPTRON = {"inner": _float32(WIDTH, 128), "shift": _SCALE, "outer": _float32(128, WIDTH)}
+_CELL = {"state": _SQUARE, "row": _SQUARE}
+_QUEUE = {"key": _SQUARE, "queue": _float32(1024, WIDTH)}
 _CURVED = {"inner": _float32(2, 64), "middle": _float32(64, 64), "outer": _float32(64)}
 
 GRADIENTS: Mapping[str, tuple[Loss, tuple[Any, Any]]] = MappingProxyType(
@@ -216,6 +238,9 @@ GRADIENTS: Mapping[str, tuple[Loss, tuple[Any, Any]]] = MappingProxyType(
         "mixture": (_mixture, (_EXPERTS, _ROWS)),
         "squeezed": (_squeezed, (_SQUEEZED, _IMAGES)),
         "pixel-normed": (_pixel_normed, (_KERNEL, _IMAGES)),
+        "perceptron": (_perceptron, (_PERCEPTRON, _ROWS)),
+        "recurrent": (_recurrent, (_CELL, _ROWS)),
+        "beside-queue": (_beside_queue, (_QUEUE, _ROWS)),
         "curved": (_curved, (_CURVED, _ROWS)),
     }
 )

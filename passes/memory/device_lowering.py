@@ -259,14 +259,14 @@ class _Lowering:
         entering = {port_use.port: o for port_use, o in zip(control.operands, operands, strict=True)}
         room = _room(self.operations, index, control, entering, results)
         read = self._read_by_bodies(index, placement, entering)
-        loop = self.operations.add("loop", (*read, *room.values()), (0,), "bool", index)
+        loop = self.operations.add("loop", (*read, *dict.fromkeys(room.values())), (0,), "bool", index)
         return [
             self.operations.add(
                 "part" if position in room else "result",
                 (room[position], loop) if position in room else (loop,),
                 type.shape,
                 type.dtype,
-                (index, position),
+                self.operations[room[position]].tag if position in room else (index, position),
             )
             for position, type in enumerate(results)
         ]
@@ -303,14 +303,21 @@ def _written(operations: Operations, operation: int) -> int:
 def _room(
     operations: Operations, index: int, control: Control, entering: Mapping[int, int], results: Sequence[TensorType]
 ) -> dict[int, int]:
-    """The room for each result that a loop carries or stacks, by position."""
+    """The room for each result that a loop carries or stacks, by position; the same values are stacked once.
+
+    Reference: TryRemoveRepeatedWhileTupleIndices of XLA's WhileLoopSimplifier, as of jaxlib 0.10.
+    """
     room: dict[int, int] = {}
+    stacks: dict[tuple[int, Shape], int] = {}
+    values = dict(zip(control.bodies[0].outputs, control.bodies[0].graph.outputs, strict=True))
     for position, (port_use, type) in enumerate(zip(control.results, results, strict=True)):
-        if port_use.port in entering or port_use.stacked:
-            carried = (entering[port_use.port],) if port_use.port in entering else ()
-            kind = "carry" if carried else "fresh"
-            operations.is_fused = type.fused > 0
-            room[position] = operations.add(kind, carried, type.shape, type.dtype, (index, position))
+        operations.is_fused = type.fused > 0
+        if port_use.port in entering:
+            carried = (entering[port_use.port],)
+            room[position] = operations.add("carry", carried, type.shape, type.dtype, (index, position))
+        elif port_use.stacked:
+            first = stacks.setdefault((values[port_use.port], type.shape), position)
+            room[position] = operations.add("fresh", (), type.shape, type.dtype, (index, first))
     return room
 
 

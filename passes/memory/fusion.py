@@ -96,8 +96,6 @@ class _Loops:
             producer = heapq.heappop(queue)[1]
             if not self._fusible(producer, index, reused) or producer in single:
                 continue
-            if self.graph.kinds[index] == "bitcast" and index not in self.graph.fused and len(readers[producer]) > 1:
-                continue  # it names what is written for others; XLA moves it behind what is computed element by element
             if index in self.graph.fused and copies.is_too_much(producer, self._n_readers(producer)):
                 continue
             pure = reads.pop(producer) and self.graph.kinds[producer] in ELEMENTWISE

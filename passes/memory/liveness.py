@@ -145,6 +145,8 @@ class _Allocation:
         runs_before = self._by_order if self.copies_late else self._by_need(readers)
         copied: list[int] = []
         for after, before in carried.items():
+            if after == before:  # what does not change stays where it is
+                continue
             late = any(not runs_before(reader, after) for reader in readers[before] if reader != after)
             described, kernel = self.operations[after], self.kernels[after]
             over = described.operands[:1] if described.kind in ("carry", "update") else kernel.over

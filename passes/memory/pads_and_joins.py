@@ -15,26 +15,40 @@ from which it copies rows instead (CpuInstructionFusion::ShouldFuse, as of jaxli
 
 
 def padded(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operation of an array with zeros around it, and the slice of that where the program pads by less than none.
-
-    A `loop pad` is one that XLA's CPU library does not take in (IsPadOpSupportedByYnn, as of jaxlib 0.10): there are
-    zeros between elements, or beside a single one, which it would repeat.
-    """
+    """The operation of an array with zeros around it, and the slice of that where the program pads by less than 0."""
     (type,), shape = results, operations[operands[0]].shape
     config = cast("Sequence[tuple[int, int, int]]", node.params["padding_config"])
     added = tuple((max(low, 0), max(high, 0), between) for low, high, between in config)
     grown = tuple(
         size + low + high + max(size - 1, 0) * between for size, (low, high, between) in zip(shape, added, strict=True)
     )
-    array = operands[0]
-    if any(map(any, added)):
-        sizes = zip(shape, added, strict=True)
-        in_loops = any(between or (size == 1 and (low or high)) for size, (low, high, between) in sizes)
-        name = "loop pad" if in_loops else "pad"
-        array = operations.add("rearrange", operands, grown, type.dtype, (name, added))
+    array = _surrounded(operations, operands, added, grown) if any(map(any, added)) else operands[0]
     if all(low >= 0 and high >= 0 for low, high, _ in config):
         return [array]
     return [operations.add("rearrange", (array,), type.shape, type.dtype, ("slice", tuple(config)))]
+
+
+def _surrounded(
+    operations: Operations, operands: Sequence[int], added: Sequence[tuple[int, int, int]], grown: Shape
+) -> int:
+    """The operation of an array with zeros around it; repeated along dimensions without any only after that.
+
+    A `loop pad` is one that XLA's CPU library does not take in (IsPadOpSupportedByYnn, as of jaxlib 0.10): there are
+    zeros between elements, or beside a single one, which it would repeat.
+    """
+    source = operations[operands[0]]
+    if source.kind == "broadcast":
+        repeated = cast("tuple[int, ...]", source.tag)
+        kept = [d for d, zeros in enumerate(added) if d in repeated or any(zeros)]
+        if len(kept) < len(grown):
+            shape = tuple(source.shape[d] for d in kept)
+            inner = operations.broadcast(source.operands[0], shape, [kept.index(d) for d in repeated])
+            narrow = [added[d] for d in kept], tuple(grown[d] for d in kept)
+            return operations.broadcast(_surrounded(operations, (inner, *operands[1:]), *narrow), grown, kept)
+    sizes = zip(source.shape, added, strict=True)
+    in_loops = any(between or (size == 1 and (low or high)) for size, (low, high, between) in sizes)
+    tag = ("loop pad" if in_loops else "pad", tuple(added))
+    return operations.add("rearrange", operands, grown, source.dtype, tag)
 
 
 def concatenated(

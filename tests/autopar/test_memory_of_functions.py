@@ -35,6 +35,9 @@ WHY = {
     "mixture": "a product reads columns as they lie, and reshapes are moved behind what is computed before them",
     "squeezed": "a number that an array was multiplied by goes over to a factor that is broadcast",
     "pixel-normed": "products of the same two arrays are one, in whatever order they are written",
+    "perceptron": "what a product reads under another shape is computed where that is, though others read it as well",
+    "recurrent": "states that a loop gives back and keeps for its transpose are stacked once",
+    "beside-queue": "a number between zeros is repeated after the zeros are there",
     "window-means": "the transpose of a sum over windows pads what it reads itself, between elements too",
 }
 
