@@ -20,7 +20,7 @@ from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
 from passes.intra_op.axis_choices import PARTIAL
 from passes.intra_op.batch_reach import a_loop_runs_over
-from passes.intra_op.roles import Roles, Value, frozen, in_forward, origin, recurrent, roles
+from passes.intra_op.roles import Roles, Value, frozen, in_forward, is_in_parts, origin, recurrent, roles
 from passes.intra_op.strategies import Strategy
 from passes.intra_op.strategy_filter import StrategyFilter, restricted
 from passes.ir import Graph, StatePairs, phase
@@ -300,14 +300,16 @@ def _check_batch(assembly: Assembly, batch: Mapping[int, int], axes: Sequence[st
         size = graph.types[value].shape[batch[value]] if value in batch else 0
         if size % parts:
             name = graph.input_names[position] if position < len(graph.input_names) else f"input {position}"
-            count = graph.types[value].shape[0] if batch[value] else 1
-            larger = -(-size // parts) * parts * count
+            dim, shape = batch[value], graph.types[value].shape
+            in_parts = bool(dim) and (value in microbatch_stacks(graph) or is_in_parts(graph, value))
+            larger = -(-size // parts) * parts * (shape[0] if in_parts else 1)
             along = f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
-            of_each = f"rows of each of {count} microbatches, which are" if batch[value] else "leading dimension of"
+            behind = f"dimension {dim}, behind time, of" if dim else "leading dimension of"
+            of_each = f"rows of each of {shape[0]} microbatches, which are" if in_parts else behind
             rule = f"{parts} devices on {along} do not divide its {of_each} {size}"
             context = taken_for(graph, [i for i, v in enumerate(graph.inputs) if v in batch])
-            fewer = "fewer microbatches, " if batch[value] else ""
-            inner = graph.types[value].shape[batch[value] + 1 : -1]  # the last one has features
+            fewer = "fewer microbatches, " if in_parts else ""
+            inner = shape[dim + 1 : -1]  # the last one has features
             is_led = 1 < size < parts and any(n and n % parts == 0 for n in inner)
             first = BATCH_FIRST if a_loop_runs_over(assembly.root, batch) else ROWS_FIRST if is_led else ""
             remedy = f"{first}use a batch of {larger}, {fewer}fewer devices or planner=Auto(), or {OTHERWISE}"

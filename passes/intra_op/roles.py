@@ -13,7 +13,7 @@ from passes.errors import PlanningError, explain
 from passes.intra_op.assembly import Assembly, Subproblem
 from passes.intra_op.batch_reach import Classes, batch_reach
 from passes.ir import LOOP, Graph, StatePairs, TensorType, control_of, phase
-from passes.layers import OTHERWISE, batch_inputs, rows_along
+from passes.layers import OTHERWISE, batch_inputs, row_dims, rows_along
 from passes.rules import rule_of
 from passes.transforms import loop_of, microbatch_stacks
 
@@ -67,8 +67,8 @@ def roles(
         batch = {v: rows.get(v, 1) for v in stacks if graph.types[v].rank > 1 and not graph.types[v].is_key}
     else:
         at = batch_inputs(graph, assembly.state_pairs) if batch_at is None else batch_at
-        batch = {graph.inputs[i]: int(_is_in_parts(graph, graph.inputs[i])) for i in at}
-    of_rows = {} if stacks else rows_along(graph, list(batch), returned)
+        batch = _of_rows(graph, assembly.state_pairs, at)
+    of_rows = {} if stacks else rows_along(graph, batch, returned)
     parameters = {value for value in returned - of_rows.keys() if in_forward(graph, value)} | shared
     parameters |= frozen(graph, assembly.state_pairs, batch)
     gradients = _types_of_gradients(graph)
@@ -92,7 +92,19 @@ def roles(
     )
 
 
-def _is_in_parts(graph: Graph, value: int) -> bool:
+def _of_rows(graph: Graph, state_pairs: StatePairs, at: Sequence[int]) -> dict[int, int]:
+    """The dimension along which each input of the batch has its rows: behind that of time or of parts, else the first.
+
+    Those behind time may be had by inputs as well that are not `at` the positions of the batch.
+    """
+    state = {i for _, i in state_pairs}
+    others = tuple(i for i in range(len(graph.inputs)) if i not in state and graph.types[graph.inputs[i]].rank)
+    if behind_time := row_dims(graph, tuple(at), others):
+        return {graph.inputs[i]: dim for i, dim in behind_time.items()}
+    return {graph.inputs[i]: int(is_in_parts(graph, graph.inputs[i])) for i in at}
+
+
+def is_in_parts(graph: Graph, value: int) -> bool:
     """Whether a loop with a whole step in it takes an input part by part, where the user adds up gradients of
     microbatches by hand: then the rows of each part are cut.
     """

@@ -6,9 +6,9 @@ from passes.layers import forward, layer_names, modules
 from passes.layers.attention import fused_attention
 from passes.layers.batch import OTHERWISE, batch_inputs, loops_over_batch, rows_along, taken_for
 from passes.layers.dims import DimClasses, Numbering, split_for_loop
-from passes.layers.forward import forward_nodes
 from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
 from passes.layers.sample import SAMPLE_BLOCKS, sample_graph
+from passes.layers.time_first import row_dims
 
 __all__ = [
     "OTHERWISE",
@@ -19,13 +19,13 @@ __all__ = [
     "batch_inputs",
     "blocks",
     "forward",
-    "forward_nodes",
     "fused_attention",
     "in_blocks",
     "layer_names",
     "loops_over_batch",
     "modules",
     "most_layers",
+    "row_dims",
     "rows_along",
     "sample_graph",
     "split_for_loop",

@@ -87,14 +87,14 @@ def _one_row(along: _Along, rows: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(i for i in single if heads[i] in batch)
 
 
-def rows_along(graph: Graph, batch: Collection[int], values: Collection[int]) -> dict[int, int]:
-    """The dimension of each value along which it has the rows that `batch` inputs have along their first.
+def rows_along(graph: Graph, batch: Mapping[int, int], values: Collection[int]) -> dict[int, int]:
+    """The dimension of each value along which it has the rows that inputs have along that which `batch` names.
 
     Values without rows, or with rows along more than one dimension, are left out.
     """
     dims = DimClasses()
     firsts = dims.add(graph).firsts
-    heads = {dims.root(firsts[value]) for value in batch if graph.types[value].rank}
+    heads = {dims.root(firsts[value] + dim) for value, dim in batch.items() if graph.types[value].rank}
     ranks = {value: graph.types[value].rank for value in values}
     along = {v: [d for d in range(rank) if dims.root(firsts[v] + d) in heads] for v, rank in ranks.items()}
     return {value: of_rows[0] for value, of_rows in along.items() if len(of_rows) == 1}

@@ -14,7 +14,7 @@ from passes.cluster import Cluster
 from passes.errors import PlanMismatchError, explain
 from passes.intra_op import MeshProblems, cheapest_plan, pins
 from passes.ir import Graph, TensorType
-from passes.layers import forward_nodes
+from passes.layers import forward
 from passes.pipeline import PipelineOptions, body_of, pipelined
 from passes.plan import PipelinePlan, Plan
 from passes.planners.planner import PLAIN, Planned, PlanOptions, takes_graphs
@@ -127,7 +127,7 @@ class FollowingStages:
             stage_of |= dict.fromkeys(node.outputs, max(stages)) if stages else {}
         inside = {v: stage_of[w] for v, w in zip(body.inputs, loop.inputs, strict=True) if w in stage_of}
         firsts = [0]
-        for index in forward_nodes(body):
+        for index in forward.forward_nodes(body):
             last = max((inside[v] for v in body.nodes[index].inputs if v in inside), default=0)
             firsts += [index] * (last + 1 - len(firsts))
         count = len(self.followed.stages)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node, TensorType, control_of, phase, scan_of
-from passes.layers import forward_nodes, modules
+from passes.layers import forward, modules
 from passes.placement import is_free
 from passes.rules import barrier
 from passes.transforms.remat_loops import BodyOrigins, Loop, loops, recompute_loop
@@ -55,7 +55,7 @@ def layers(graph: Graph) -> tuple[int, ...]:
     Layers are loops, of which each is one, for what its iterations keep, if most of the work is in those; or numbered
     modules (`Block_0`, `Block_1`, ...); or even parts where few bytes cross.
     """
-    if not any(phase(graph.nodes[i]) == "forward" for i in forward_nodes(graph)):
+    if not any(phase(graph.nodes[i]) == "forward" for i in forward.forward_nodes(graph)):
         return ()
     looped = tuple(loop.forward for loop in loops(graph))
     if looped and modules.is_most_work(graph, looped):

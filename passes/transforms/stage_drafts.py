@@ -60,7 +60,7 @@ class LoopDrafts:
         self.stream_of = {v: self._fresh(self._stacked(v)) for v in sent}
         stacks = microbatch_stacks(graph)
         slices = [v for v, stack in zip(self.body.inputs, self.node.inputs, strict=True) if stack in stacks]
-        self.rows = rows_along(self.body, slices, sent)
+        self.rows = rows_along(self.body, dict.fromkeys(slices, 0), sent)
 
     def made_anywhere(self, read: Iterable[int]) -> list[tuple[Origin, Node]]:
         """The nodes without a stage from which these values of the body are made."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from passes.ir import LOOP, Graph, Node, TensorType
-from passes.layers import forward_nodes
+from passes.layers.forward import forward_nodes
 from passes.transforms import Part, Stages, cut, loop_of
 from passes.transforms.stages import state_pairs_of
 
