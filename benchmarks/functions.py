@@ -124,12 +124,21 @@ def _attended(w: jax.Array, a: jax.Array) -> jax.Array:
     return jnp.mean(jnp.einsum("bqk,bkd->bqd", scores, rows) ** 2)
 
 
+def _with_keys(a: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+    """(attention of 4 heads, keys, values) of rows, of which the latter two are kept for rows that come later."""
+    rows = a.reshape(-1, 32, w.shape[1])
+    query, key, value = (rows @ w[i] for i in range(3))
+    heads = (x.reshape(*rows.shape[:2], 4, -1) for x in (query, key, value))
+    return jax.nn.dot_product_attention(*heads, is_causal=True), key, value
+
+
 def _half(w: jax.Array, a: jax.Array) -> jax.Array:
     return jnp.mean((a.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
 
 
 _MATRIX = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
 _WEIGHT = jax.ShapeDtypeStruct((COLUMNS, COLUMNS), jnp.float32)
+_NARROW = jax.ShapeDtypeStruct((3, 64, 64), jnp.float32)
 _VECTOR = jax.ShapeDtypeStruct((COLUMNS,), jnp.float32)
 _PLACES = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
 _KERNEL = jax.ShapeDtypeStruct((3, 3, 16, 64), jnp.float32)
@@ -156,6 +165,7 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
         "embedding": Function(call=_step(_looked_up), arguments=(_WEIGHT, _PLACES, _MATRIX), is_step=True),
         "convolution": Function(call=_step(_filtered), arguments=(_KERNEL, _IMAGES), is_step=True),
         "attention": Function(call=_step(_attended), arguments=(_WEIGHT, _MATRIX), is_step=True),
+        "prefill": Function(call=_with_keys, arguments=(_MATRIX, _NARROW)),
         "half": Function(call=_step(_half), arguments=(_WEIGHT, _MATRIX), is_step=True),
     }
     | {name: Function(call=call, arguments=(matrix,)) for name, (call, matrix) in DECOMPOSITIONS.items()}

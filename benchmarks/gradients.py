@@ -195,6 +195,17 @@ def _beside_queue(params: Any, x: jax.Array) -> jax.Array:
     return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
 
 
+def _shared_keys(params: Any, x: jax.Array) -> jax.Array:
+    query = (x @ params["query"]).reshape(SEQUENCES, LENGTH, 4, WIDTH // 4)
+    key, value = ((x @ params[name])[:, :, None] for name in ("key", "value"))
+    return jnp.mean(jax.nn.dot_product_attention(query, key, value, is_causal=True) ** 2)
+
+
+def _float16(w: jax.Array, x: jax.Array) -> jax.Array:
+    narrow = w.astype(jnp.float16)
+    return jnp.mean((jax.nn.relu(x.astype(jnp.float16) @ narrow) @ narrow).astype(jnp.float32) ** 2)
+
+
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     """An array without elements."""
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -207,6 +218,7 @@ _SQUEEZED = {"kernel": _KERNEL, "inner": _float32(IMAGES[-1], 2), "outer": _floa
 _PERCEPTRON = {"inner": _float32(WIDTH, 128), "shift": _SCALE, "outer": _float32(128, WIDTH)}
 _CELL = {"state": _SQUARE, "row": _SQUARE}
 _QUEUE = {"key": _SQUARE, "queue": _float32(1024, WIDTH)}
+_SHARED_KEYS = {"query": _SQUARE, "key": _float32(WIDTH, WIDTH // 4), "value": _float32(WIDTH, WIDTH // 4)}
 _CURVED = {"inner": _float32(2, 64), "middle": _float32(64, 64), "outer": _float32(64)}
 
 GRADIENTS: Mapping[str, tuple[Loss, tuple[Any, Any]]] = MappingProxyType(
@@ -241,6 +253,8 @@ GRADIENTS: Mapping[str, tuple[Loss, tuple[Any, Any]]] = MappingProxyType(
         "perceptron": (_perceptron, (_PERCEPTRON, _ROWS)),
         "recurrent": (_recurrent, (_CELL, _ROWS)),
         "beside-queue": (_beside_queue, (_QUEUE, _ROWS)),
+        "shared-keys": (_shared_keys, (_SHARED_KEYS, _ROWS)),
+        "float16": (_float16, (_SQUARE, _ROWS)),
         "curved": (_curved, (_CURVED, _ROWS)),
     }
 )

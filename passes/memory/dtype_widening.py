@@ -2,18 +2,23 @@
 
 Every operation that computes or copies reads its operands widened and rounds what it makes back again; what is only
 another view of an array stays as narrow as it is. Where the program itself widens what was just rounded, neither
-happens: it reads what was there before.
+happens: it reads what was there before. CPUs compute products of float16 in float32, and all else as it is.
 
-Reference: XLA's FloatNormalization under FloatSupport, as the CPU compiler uses it for bfloat16, as of jaxlib 0.10.
+Reference: XLA's FloatNormalization under FloatSupport, as the CPU compiler uses it for bfloat16, and its
+ChangeOpDataType for products of float16, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from passes.ir import Node, TensorType
-from passes.memory.lowering_rules import CONVERSION, NARROW, PRODUCT, to_xla
+from passes.memory.lowering_rules import CONVERSION, NARROW, PRODUCT, PRODUCTS, to_xla
 from passes.memory.operations import Operations, widen
+
+HALF, WIDE = "float16", "float32"
+"""The dtype of products that a CPU does not have, and the one in which it computes them."""
 
 
 def to_xla_widened(
@@ -26,6 +31,10 @@ def to_xla_widened(
     widened = operations.widened
     if node.primitive == CONVERSION and widened.get(operations[operands[0]].dtype) == results[0].dtype:
         return [operations.before_rounding.get(operands[0]) or operations.converted(operands[0], results[0].dtype)]
+    if node.primitive in PRODUCTS and operations.compiler == "cpu" and operations[operands[0]].dtype == HALF:
+        wide = [replace(type, dtype=WIDE) for type in results]
+        made = to_xla(operations, node, [operations.converted(o, WIDE) for o in operands], wide)
+        return [operations.converted(o, type.dtype) for o, type in zip(made, results, strict=True)]
     if node.primitive in NARROW:
         return to_xla(operations, node, operands, results)
     # Sides of a product are brought into its order first, and read in the wide dtype then.

@@ -22,7 +22,7 @@ OPCODES = frozenset(
     "abs add ceil cosine divide erf exponential exponential-minus-one floor log log-plus-one maximum minimum multiply "
     "negate power round rsqrt sign sine sqrt square subtract tan tanh".split()
 )
-SHAPES = frozenset({"bitcast", "broadcast", "transpose", "iota"})
+SHAPES = frozenset({"bitcast", "broadcast", "iota"})
 WINDOW = 32
 """Elements along a dimension beyond which XLA's CPU compiler reduces in windows first, as of jaxlib 0.10."""
 

@@ -79,6 +79,7 @@ WINDOWS: Mapping[str, float] = MappingProxyType(
 
 CONVERSION = "convert_element_type"
 PRODUCT = "dot_general"
+PRODUCTS = frozenset({PRODUCT, "conv_general_dilated"})
 BARRIER = "optimization_barrier"
 
 ToXla = Callable[[Operations, Node, Sequence[int], Sequence[TensorType]], list[int]]

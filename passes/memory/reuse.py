@@ -54,7 +54,9 @@ def _placed(spans: Sequence[Span], free: Sequence[Place]) -> bytearray:
     """Flags of the spans that find a place, the largest span first and each in the smallest place, [spans]."""
     spans_at: list[list[Span]] = [[] for _ in free]
     placed = bytearray(len(spans))
-    for index in sorted(range(len(spans)), key=lambda index: (-spans[index].nbytes, spans[index].first)):
+    for index in sorted(
+        range(len(spans)), key=lambda index: (-spans[index].nbytes, spans[index].rank, spans[index].first)
+    ):
         span = spans[index]
         for place, placed_there in zip(free, spans_at, strict=True):
             last = place.before if span.chain in place.over else place.before - 1

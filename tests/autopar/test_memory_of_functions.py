@@ -38,6 +38,9 @@ WHY = {
     "perceptron": "what a product reads under another shape is computed where that is, though others read it as well",
     "recurrent": "states that a loop gives back and keeps for its transpose are stacked once",
     "beside-queue": "a number between zeros is repeated after the zeros are there",
+    "shared-keys": "the library has no transposes: a product is written before it is transposed and summed",
+    "float16": "and products of float16 are computed in float32",
+    "prefill": "of equal arrays, the first of a visit from the outputs takes an output's place",
     "window-means": "the transpose of a sum over windows pads what it reads itself, between elements too",
 }
 
