@@ -109,6 +109,11 @@ def _scatters_numbers(operations: Sequence[Operation], operation: Operation) -> 
     return len(rows) == len(operation.shape) and len(sizes) == 1 and sizes[0][0] == 1
 
 
+def _joins_images(operation: Operation) -> bool:
+    """Whether an operation joins images, which convolutions do not take in."""
+    return operation.is_image and operation.name == "concatenate"
+
+
 def is_product(operation: Operation) -> bool:
     """Whether an operation is a matrix product or a convolution."""
     return operation.kind == "dot" or (operation.kind == "opaque" and operation.name == "convolution")
@@ -171,7 +176,7 @@ class _Fusion:
         operation = self.operations[index]
         if operation.kind == "literal":
             return True
-        if index in self.outputs or not self.readers[index]:
+        if index in self.outputs or not self.readers[index] or _joins_images(operation):
             return False
         product = self.products[index]
         if product >= 0:

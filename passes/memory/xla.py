@@ -62,6 +62,7 @@ class Compiler:
     summed: Summed = never_summed
     copies_late: bool = False
     copies: Callable[[DeviceProgram, Sequence[Kernel]], tuple[DeviceProgram, Sequence[Kernel]]] | None = None
+    joined: Callable[[DeviceProgram, Sequence[Kernel], Sequence[int]], dict[int, int]] | None = None
 
 
 def temporaries(
@@ -204,6 +205,7 @@ class _Region:
             self.compiler.stored,
             copies_late=self.compiler.copies_late,
         )
+        joined = self.compiler.joined(program, kernels, allocation.order) if self.compiler.joined else {}
         made = moments(
             program,
             kernels,
@@ -211,16 +213,18 @@ class _Region:
             self.graph.nodes,
             {node: inside.moments for node, inside in self.inside.items()},
             self.compiler.chip.cost_of if self.compiler.chip else nothing,
+            joined,
         )
+        reads = read_at(allocation, made, joined)
         find, count = self.compiler.beside, self.compiler.tables or _none
         beside = find(program, kernels, allocation, made.begins) if find else _nowhere
         return _Run(
             spans=(
-                *self._spans(program, allocation, made, beside),
+                *self._spans(program, allocation, made, beside, reads),
                 *self._once(program, len(made.sources)),
                 *self._within(program, allocation, made),
             ),
-            arguments=tuple(self._read(program, read_at(allocation, made))),
+            arguments=tuple(self._read(program, reads)),
             moments=made,
             lifetimes=allocation,
             program=program,
@@ -228,10 +232,15 @@ class _Region:
         )
 
     def _spans(
-        self, program: DeviceProgram, allocation: Lifetimes, made: Moments, beside: Callable[[Buffer], int]
+        self,
+        program: DeviceProgram,
+        allocation: Lifetimes,
+        made: Moments,
+        beside: Callable[[Buffer], int],
+        reads: Callable[[int], Iterable[int]],
     ) -> Iterator[Span]:
         """The spans of the results of kernels."""
-        place, reads = post_order(program.operations, program.outputs), read_at(allocation, made)
+        place = post_order(program.operations, program.outputs)
         for chain, b in enumerate(allocation.buffers):
             events = sorted({moment for o in b.operations for moment in reads(o)})
             for first, last in _members(program, allocation, made.begins, b):

@@ -23,7 +23,9 @@ from passes.memory.tpu_collectives import is_summed
 from passes.memory.tpu_copies import copied
 from passes.memory.tpu_costs import cost_on
 from passes.memory.tpu_fusion import fuse
+from passes.memory.tpu_images import images
 from passes.memory.tpu_products import sent_rounded
+from passes.memory.tpu_sums import joined
 from passes.memory.tpu_tables import TABLE_NBYTES, tables
 from passes.memory.two_cores import beside_chip
 
@@ -41,7 +43,7 @@ def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[
     combined.
     """
     place: Sequence[int] = range(len(operations))
-    for step in (sent_rounded, copied, combined):
+    for step in (sent_rounded, copied, combined, images):
         operations, moved = step(operations, [place[o] for o in outputs])
         place = [moved[p] for p in place]
     return tuple(operations), tuple(place)
@@ -67,5 +69,6 @@ def model(device: DeviceSpec) -> Callable[..., Temporaries]:
         tables=tables,
         table_nbytes=TABLE_NBYTES,
         summed=is_summed,
+        joined=joined,
     )
     return partial(xla.temporaries, compiler)

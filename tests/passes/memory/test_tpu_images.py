@@ -1,0 +1,56 @@
+"""Images in tiles of batch and features, by what libtpu 0.0.42 made of a DenseNet and of U-Nets."""
+
+from __future__ import annotations
+
+import pytest
+
+from passes.memory.operations import Kind, Operation
+from passes.memory.tpu_fusion import fuse
+from passes.memory.tpu_images import images
+from passes.memory.tpu_layouts import stored
+from tests.passes.memory.device_programs import drawn, operation
+
+IMAGES = {(32, 96, 96, 160): 150994944, (32, 96, 96, 64): 75497472, (4, 256, 256, 64): 67108864}
+"""Shapes of images in bfloat16 -> bytes, as the compiler lays them out on v5e."""
+
+
+def narrow(kind: Kind, *operands: int, shape: tuple[int, ...], name: str = "") -> Operation:
+    """An operation of bfloat16."""
+    return operation(kind, *operands, shape=shape, name=name)._replace(dtype="bfloat16")
+
+
+def network(shape: tuple[int, ...]) -> tuple[Operation, ...]:
+    """Images with what is made of each element, joined to themselves and convolved, and beside them a table."""
+    batch, *between, features = shape
+    wide, kernel = (batch, *between, 2 * features), (3, 3, 2 * features, features)
+    return (
+        narrow("input", shape=shape, name="images"),
+        narrow("expensive", 0, shape=shape, name="tanh"),
+        narrow("rearrange", 1, 0, shape=wide, name="concatenate"),
+        narrow("input", shape=kernel, name="weights"),
+        narrow("opaque", 2, 3, shape=shape, name="convolution"),
+        narrow("elementwise", 4, 1, shape=shape, name="add"),
+        narrow("elementwise", 0, shape=shape, name="negate"),
+        narrow("bitcast", 6, shape=(batch, features * between[0] * between[1])),
+    )
+
+
+@pytest.mark.parametrize("shape", IMAGES)
+def test_what_convolutions_read_and_write_lies_in_tiles_of_batch_and_features(shape: tuple[int, ...]) -> None:
+    every = network(shape)
+    made, place = images(every, (5, 7))
+    assert place == tuple(range(len(every)))
+    assert [operation.is_image for operation in made] == [False, True, True, False, True, True, False, False]
+    assert stored(made[4]) == stored(made[5]) == IMAGES[shape] >= stored(every[4])
+
+
+def test_images_that_are_joined_are_written() -> None:
+    made, _ = images(network((4, 8, 8, 64)), (5, 7))
+    assert 2 in {kernel.operation for kernel in fuse(made, (5, 7))}
+    assert 2 not in {kernel.operation for kernel in fuse(network((4, 8, 8, 64)), (5, 7))}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_without_convolutions_all_is_as_it_was(seed: int) -> None:
+    program = drawn(seed)
+    assert images(program.operations, program.outputs)[0] == program.operations
