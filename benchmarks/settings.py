@@ -54,8 +54,8 @@ _OF_XLA: Mapping[str, str] = {
     "gpu_cycles": "LAUNCH_SECONDS RAGGED_CYCLES STEP TRANSACTION_NBYTES", "gpu_fusion": "OPERANDS",
     "gpu_tasks": "LAUNCH_NBYTES LITTLE", "gpu_times": "APART WIDE", "gpu_joint_products": "FRAGMENT JOINED_NBYTES",
     "gpu_blocks": "COLUMN MOST_ROW_THREADS REREAD ROW ROW_ELEMENTS ROW_THREADS THREADS WARP",
-    "split_products": "FLOP SPLITS TILE _AMPERE _BLACKWELL _HOPPER", "moments": "LOOP_RUNS",
-    "on_chip": "FETCHED FETCHED_LATE STAYS", "tpu_chips": "OTHER_KERNELS_NBYTES", "tpu_copies": "MOST_PADDED",
+    "split_products": "FLOP SPLITS TILE _AMPERE _BLACKWELL _HOPPER", "moments": "LOOP_RUNS", "tpu_copies": "MOST_PADDED",
+    "on_chip": "FETCHED FETCHED_LATE STAYS", "tpu_chips": "OTHER_KERNELS_NBYTES SLICED_NBYTES SLICE_TABLES",
 }  # fmt: skip
 """Numbers with which a module of `passes/memory` imitates XLA."""
 

@@ -3,9 +3,10 @@
 A product or a convolution takes in whatever lies before it elementwise, and so does every sum: normalisation, softmax
 and activations are computed again wherever they are read, forward and backward. It also goes on with what alone follows
 from its result, up to the first array whose readers do not come together again: that one is written, in place of the
-product, but what only widens it is computed by each of them. What has zeros between its elements is written. Where two
-cores share kernels, what narrows an array for several of them is written, and so is what narrows what is computed of
-two products, as in a gated unit. All-reduces add up in place.
+product, but what only widens it is computed by each of them. So does a gather up to where that is rounded. What has
+zeros between its elements is written, and so are images that are joined. Where two cores share kernels, what narrows an
+array for several of them is written, and so is what narrows what is computed of two products, as in a gated unit.
+All-reduces add up in place.
 
 Reference: convolution fusions in the HLO that libtpu 0.0.42 makes of transformers; TPU fusion is not published.
 """
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
+from passes.ir import item_nbytes
 from passes.memory import windows
 from passes.memory.conversions import narrows, sliced_first, widens
 from passes.memory.fusion import Kernel
@@ -138,16 +140,20 @@ class _Fusion:
             self.written[i] = needed[i] and (not self._is_fused(i) or (narrowed and self._is_narrowed(i)))
 
     def _products(self) -> list[int]:
-        """The product that each operation goes on with, whose result it alone follows, after any number of steps."""
+        """The product that each operation goes on with, whose result it alone follows, after any number of steps; or
+        the gather, where that ends in a narrower dtype.
+        """
         products = [-1] * len(self.operations)
         for index, operation in enumerate(self.operations):
-            if not is_product(operation):
+            if not is_product(operation) and operation.kind != "gather":
                 continue
-            products[index], end = index, index
+            members, end = [index], index
             while (steps := self._next(end)) and all(products[step] < 0 for step in steps):
-                for step in steps:
-                    products[step] = index
+                members.extend(steps)
                 end = steps[-1]
+            if is_product(operation) or item_nbytes(self.operations[end].dtype) < item_nbytes(operation.dtype):
+                for member in members:
+                    products[member] = index
         return products
 
     def _next(self, index: int) -> list[int]:

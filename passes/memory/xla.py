@@ -79,18 +79,19 @@ def temporaries(
     run = region.run(replace(WHOLE, carried=in_place))
     places, chip = region.places(run, in_place), compiler.chip
     spans: Sequence[Span] = run.spans
+    fetched = 0
     if chip and compiler.beside:
         replaced = region.arguments(run, in_place)
-        spans = off_chip([*spans, *replaced.values()], chip, run.moments, run.arguments)
+        spans, fetched = off_chip([*spans, *replaced.values()], chip, run.moments, run.arguments)
         spans, copied = spans[: len(spans) - len(replaced)], spans[len(spans) - len(replaced) :]
         for output, span in zip(replaced, copied, strict=True):
             if output in places:
                 places[output] = places[output]._replace(after=min(places[output].after, span.last))
     spans = [_aligned(span, compiler.alignment) for span in unplaced(spans, list(places.values()))]
     if chip and not compiler.beside:
-        spans = off_chip(spans, chip, run.moments, run.arguments)
+        spans, fetched = off_chip(spans, chip, run.moments, run.arguments)
     spans = connected(spans)
-    tables_nbytes = compiler.table_nbytes * run.tables
+    tables_nbytes = compiler.table_nbytes * (run.tables + fetched)
     if not spans:
         return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.moments.begins[:-1]))
     live = _live(spans, len(run.moments.sources))

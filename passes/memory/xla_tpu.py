@@ -18,7 +18,7 @@ from passes.memory.on_chip import Chip
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from passes.memory.packing import gaps_as_they_come
-from passes.memory.tpu_chips import room_nbytes
+from passes.memory.tpu_chips import room_nbytes, slice_tables
 from passes.memory.tpu_collectives import is_summed
 from passes.memory.tpu_copies import copied
 from passes.memory.tpu_costs import cost_on
@@ -62,6 +62,7 @@ def model(device: DeviceSpec) -> Callable[..., Temporaries]:
             room_nbytes=room_nbytes(device),
             bytes_per_second=device.memory_bytes_per_second,
             cost_of=cost_on(device),
+            tables_of=partial(slice_tables, device),
         ),
         gaps=gaps_as_they_come,
         alignment=SPLIT_ALIGNMENT if split else tpu_layouts.ALIGNMENT,
