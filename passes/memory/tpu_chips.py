@@ -55,6 +55,8 @@ SLICE_TABLES = 2
 
 def slice_tables(device: DeviceSpec, nbytes: int) -> int:
     """The number of tables of the slices in which so many bytes are fetched, 0 for one copy of all."""
-    cut = SLICE_NBYTES.get(device.name)
-    slices = -(-nbytes // cut) if cut else SLICES.get(device.name, 0)
-    return SLICE_TABLES * slices if nbytes > (cut or SLICED_NBYTES) else 0
+    if cut := SLICE_NBYTES.get(device.name):
+        slices = -(-nbytes // cut) if nbytes > cut else 0
+    else:
+        slices = SLICES.get(device.name, 0) if nbytes >= SLICED_NBYTES else 0
+    return SLICE_TABLES * slices

@@ -135,8 +135,9 @@ class _Fusion:
                 for o in dict.fromkeys(operation.operands):
                     self.readers[o].append(index)
         self.products = self._products()
-        self.written = bytearray(len(operations))
+        self.written, self.relaid = bytearray(len(operations)), bytearray(len(operations))
         for i in range(len(operations)):
+            self.relaid[i] = self._is_relaid(i)
             self.written[i] = needed[i] and (not self._is_fused(i) or (narrowed and self._is_narrowed(i)))
 
     def _products(self) -> list[int]:
@@ -161,13 +162,14 @@ class _Fusion:
         those between; none where there is no such.
         """
         size, waiting, steps = self.operations[index].size, set(self.readers[index]), list[int]()
+        is_flat = not self.operations[index].is_image
         if index in self.outputs:
             return []
         while waiting and len(steps) < SEARCHED:
             step = min(waiting)
             waiting.remove(step)
             operation = self.operations[step]
-            if operation.kind not in GOES_ON or operation.size != size:
+            if operation.kind not in GOES_ON or operation.size != size or (is_flat and operation.is_image):
                 return []
             steps.append(step)
             if not waiting:
@@ -191,6 +193,15 @@ class _Fusion:
                 return True
             return all(self.products[reader] == product for reader in readers)
         return operation.kind in FUSIBLE - {"gather"} and all(self._takes_in(r, index) for r in self.readers[index])
+
+    def _is_relaid(self, index: int) -> bool:
+        """Whether an operation computes images with what is in memory in other tiles, as a product has it."""
+        operation = self.operations[index]
+        if not operation.is_image or operation.kind not in ELEMENTWISE:
+            return False
+        above = [o for o in operation.operands if self.operations[o].shape == operation.shape]
+        others = [o for o in above if not self.operations[o].is_image and self.operations[o].kind != "literal"]
+        return bool(others) or any(self.relaid[o] and not self.written[o] for o in above)
 
     def _is_narrowed(self, index: int) -> bool:
         """Whether several kernels read an operation that alone narrows what another wrote, or what follows from two
@@ -219,4 +230,8 @@ class _Fusion:
         operation = self.operations[reader]
         if operation.kind in PLACED_FIRST:
             return operation.operands[0] != index
+        if operation.kind in ("dot", "bitcast") and self.operations[index].is_image:
+            return False
+        if self.relaid[index] and is_product(operation):
+            return False
         return operation.kind in TAKES_IN or is_product(operation)

@@ -33,7 +33,7 @@ def images(operations: Sequence[Operation], _outputs: Sequence[int]) -> tuple[tu
         index = pending.pop()
         keeps = _keeps(operations[index])
         near = [r for r in readers[index] if _keeps(operations[r])]
-        near += [o for o in operations[index].operands if keeps and operations[o].kind not in ("input", "literal")]
+        near += [o for o in operations[index].operands if keeps and _keeps(operations[o])]
         for other in near:
             if other not in marked and len(operations[other].shape) == len(operations[index].shape):
                 marked.add(other)

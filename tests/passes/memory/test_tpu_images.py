@@ -54,3 +54,29 @@ def test_images_that_are_joined_are_written() -> None:
 def test_without_convolutions_all_is_as_it_was(seed: int) -> None:
     program = drawn(seed)
     assert images(program.operations, program.outputs)[0] == program.operations
+
+
+def block() -> tuple[Operation, ...]:
+    """A block of a ConvNeXt: images, their mean taken off, two products, and what these make added to the images."""
+    shape = (32, 48, 48, 96)
+    return (
+        narrow("input", shape=shape, name="images"),
+        narrow("input", shape=(7, 7, 1, 96), name="window"),
+        narrow("opaque", 0, 1, shape=shape, name="convolution"),
+        narrow("elementwise", 2, 2, shape=shape, name="subtract"),
+        narrow("input", shape=(96, 96), name="weights"),
+        narrow("dot", 3, 4, shape=shape),
+        narrow("elementwise", 5, shape=shape, name="negate"),
+        narrow("elementwise", 6, 2, shape=shape, name="add"),
+        narrow("opaque", 7, 1, shape=shape, name="convolution"),
+        narrow("elementwise", 7, 8, shape=shape, name="multiply"),
+    )
+
+
+def test_products_of_rows_read_and_write_arrays_apart_from_images() -> None:
+    """What follows from a product in the tiles of images is written, once all that is computed of it there is."""
+    made, _ = images(block(), (9,))
+    assert [index for index, operation in enumerate(made) if operation.is_image] == [2, 3, 6, 7, 8, 9]
+    written = {kernel.operation: kernel.reads for kernel in fuse(made, (9,))}
+    assert {3: (2,), 5: (3, 4), 7: (2, 5), 9: (1, 7)}.items() <= written.items()
+    assert 3 not in {kernel.operation for kernel in fuse(block(), (9,))}
