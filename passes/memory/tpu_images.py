@@ -10,8 +10,9 @@ of 32 images of 96 x 96 all take 128 or 256 columns though 96 x 96 would leave l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
-from passes.memory.operations import ELEMENTWISE, Operation
+from passes.memory.operations import ELEMENTWISE, Operation, Shape
 from passes.memory.windows import REDUCED
 
 VIEWS = frozenset({"transpose", "bitcast"})
@@ -47,10 +48,15 @@ def _convolved(operations: Sequence[Operation], index: int) -> list[int]:
     operation = operations[index]
     if operation.kind != "opaque" or operation.name != "convolution":
         return []
-    read = operation.operands[0]
-    source = operations[read].operands[0] if operations[read].kind in VIEWS else read
-    rank = len(operation.shape)
-    return [index, *(s for s in (source,) if operations[s].kind != "input" and len(operations[s].shape) == rank)]
+    source = read = operation.operands[0]
+    if operations[read].kind in VIEWS:
+        (source,) = operations[read].operands
+    if operations[read].kind == "transpose":
+        order = cast("Shape", operations[read].tag)
+        if {order[0], order[-1]} != {0, len(order) - 1}:
+            return [index]
+    is_image = operations[source].kind != "input" and len(operations[source].shape) == len(operation.shape)
+    return [index, source] if is_image else [index]
 
 
 def _keeps(operation: Operation) -> bool:

@@ -80,3 +80,19 @@ def test_products_of_rows_read_and_write_arrays_apart_from_images() -> None:
     written = {kernel.operation: kernel.reads for kernel in fuse(made, (9,))}
     assert {3: (2,), 5: (3, 4), 7: (2, 5), 9: (1, 7)}.items() <= written.items()
     assert 3 not in {kernel.operation for kernel in fuse(block(), (9,))}
+
+
+def test_what_is_gathered_along_features_lies_as_it_was_sent() -> None:
+    """The features first: tiles of its first and its last dimension are not those of batch and features."""
+    sent = operation("collective", 0, shape=(64, 128, 32, 32), tag=("all_gather", ("x",)))
+    for order, is_image in (((1, 2, 3, 0), False), ((3, 1, 2, 0), True)):
+        shape = tuple(sent.shape[d] for d in order)
+        every = (
+            operation("input", shape=(16, 128, 32, 32), name="images"),
+            sent,
+            operation("transpose", 1, shape=shape, tag=order),
+            operation("input", shape=(3, 3, shape[-1], 8), name="weights"),
+            operation("opaque", 2, 3, shape=(*shape[:-1], 8), name="convolution"),
+        )
+        made, _ = images(every, (4,))
+        assert [made[1].is_image, made[4].is_image] == [is_image, True]
