@@ -46,7 +46,7 @@ ROOMS = tuple("layers transforms placement sharding memory solver intra_op inter
 
 _OF_XLA: Mapping[str, str] = {
     "library_kernels": "ELEMENTS WINDOW", "packing": "ALIGNMENT", "overlap": "HOP", "xla_tpu": "SPLIT_ALIGNMENT",
-    "pads_and_joins": "FUSED_JOINS ROW_ELEMENTS", "code_duplication": "MOST_COPIES",
+    "pads_and_joins": "FUSED_JOINS ROW_ELEMENTS", "code_duplication": "MOST_COPIES", "tpu_copies": "MOST_PADDED",
     "gpu_collectives": "COMBINED COMBINED_NBYTES", "tpu_layouts": "ALIGNMENT LANES ROWS VECTOR",
     "gpu_costs": "FLOAT32_FLOPS_PER_MICROSECOND FLOAT32_PRODUCT_MICROSECONDS FLOPS_PER_MICROSECOND KERNEL "
     "LIBRARY_MICROSECONDS MOST_FLOPS_PER_MICROSECOND NBYTES_PER_MICROSECOND PRODUCT_MICROSECONDS SENT_MICROSECONDS "
@@ -55,7 +55,7 @@ _OF_XLA: Mapping[str, str] = {
     "gpu_tasks": "LAUNCH_NBYTES LITTLE", "gpu_times": "APART WIDE", "gpu_joint_products": "FRAGMENT JOINED_NBYTES",
     "gpu_blocks": "COLUMN MOST_ROW_THREADS REREAD ROW ROW_ELEMENTS ROW_THREADS THREADS WARP",
     "split_products": "FLOP SPLITS TILE _AMPERE _BLACKWELL _HOPPER", "moments": "LOOP_RUNS",
-    "on_chip": "FETCHED FETCHED_LATE STAYS", "tpu_chips": "OTHER_KERNELS_NBYTES", "tpu_copies": "MOST_PADDED",
+    "on_chip": "FETCHED FETCHED_LATE STAYS", "tpu_chips": "OTHER_KERNELS_NBYTES SLICED_NBYTES SLICE_TABLES",
 }  # fmt: skip
 """Numbers with which a module of `passes/memory` imitates XLA."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from passes.ir import Node
@@ -24,11 +25,11 @@ class Cost(NamedTuple):
     moving: float = 0.0
 
 
-CostOf = Callable[[Kernel, Sequence[Operation]], Cost]
-"""The cost of a kernel of a program."""
+CostOf = Callable[[Sequence[Kernel], Sequence[Operation]], Cost]
+"""The cost of kernels of a program that run as one."""
 
 
-def nothing(_kernel: Kernel, _operations: Sequence[Operation]) -> Cost:
+def nothing(_kernels: Sequence[Kernel], _operations: Sequence[Operation]) -> Cost:
     """No cost: for a compiler that does not ask for it."""
     return Cost()
 
@@ -56,10 +57,17 @@ def moments(
     nodes: Sequence[Node],
     bodies: Mapping[int, Moments],
     cost_of: CostOf,
+    joined: Mapping[int, int] = MappingProxyType({}),
 ) -> Moments:
-    """The moments of a program whose kernels run in an order, given those of the bodies of its loops, by node."""
+    """The moments of a program whose kernels run in an order, given those of the bodies of its loops, by node.
+
+    Kernels that are `joined` with others cost what those do more.
+    """
     sources, costs, begins, loops = list[str](), list[Cost](), list[int](), set[tuple[int, int]]()
     described = {kernel.operation: kernel for kernel in kernels}
+    others: dict[int, list[Kernel]] = {}
+    for operation, first in joined.items():
+        others.setdefault(first, []).append(described[operation])
     for o in order:
         begins.append(begin := len(sources))
         running = program.operations[o]
@@ -67,7 +75,7 @@ def moments(
         body = bodies[running.node] if running.kind == "loop" else None
         if body is None or not body.sources:
             sources.append(source)
-            costs.append(cost_of(described[o], program.operations))
+            costs.append(Cost() if o in joined else cost_of((described[o], *others.get(o, ())), program.operations))
             continue
         loops.add((begin, begin + len(body.sources) - 1))
         loops.update((first + begin, last + begin) for first, last in body.loops)
@@ -76,7 +84,18 @@ def moments(
     return Moments(sources=tuple(sources), costs=tuple(costs), begins=(*begins, len(sources)), loops=frozenset(loops))
 
 
-def read_at(lifetimes: Lifetimes, made: Moments) -> Callable[[int], Iterator[int]]:
-    """The moments in which the readers of an operation begin and end, as a function of it."""
+def read_at(
+    lifetimes: Lifetimes, made: Moments, joined: Mapping[int, int] = MappingProxyType({})
+) -> Callable[[int], Iterator[int]]:
+    """The moments in which the readers of an operation begin and end, as a function of it; those that are `joined` with
+    what another kernel writes read what that does.
+    """
     at = {operation: position for position, operation in enumerate(lifetimes.order)}
-    return lambda o: (moment for reader in lifetimes.readers.get(o, ()) for moment in made.of(at[reader]))
+
+    def moments_of(o: int) -> Iterator[int]:
+        first = joined.get(o, o)
+        for reader in dict.fromkeys(joined.get(reader, reader) for reader in lifetimes.readers.get(o, ())):
+            if reader != first:
+                yield from made.of(at[reader])
+
+    return moments_of

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,30 +32,46 @@ FETCHED, FETCHED_LATE = 2.0, 1.0
 `xla_msa_preferred_overlap_to_async_copy_ratio` and `xla_msa_min_overlap_to_async_copy_ratio`."""
 
 
+def whole(_nbytes: int) -> int:
+    """The number of tables where nothing is fetched in slices."""
+    return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """The room on a chip, the bytes that are copied to or from it in a second, and what kernels cost."""
+    """The room on a chip, the bytes that are copied to or from it in a second, what kernels cost, and the number of
+    tables of so many bytes that are fetched in slices.
+    """
 
     room_nbytes: int
     bytes_per_second: float
     cost_of: CostOf
+    tables_of: Callable[[int], int] = whole
 
 
-def off_chip(spans: Sequence[Span], chip: Chip, moments: Moments, arguments: Sequence[Span] = ()) -> list[Span]:
+class Beside(NamedTuple):
+    """The `spans` beside the chip, and the number of `tables` of slices that are fetched from there."""
+
+    spans: list[Span]
+    tables: int = 0
+
+
+def off_chip(spans: Sequence[Span], chip: Chip, moments: Moments, arguments: Sequence[Span] = ()) -> Beside:
     """The spans beside the chip, in order; what has to be there up to a moment ends then if the chip has room."""
     if not chip.room_nbytes:
-        return list(spans)
+        return Beside(list(spans))
     places, every = _Places(chip, moments), (*spans, *arguments)
     ends = [-1] * len(every)
     for index in sorted(range(len(every)), key=lambda index: (-places.saved(every[index]), index)):
         ends[index] = places.put(every[index], is_made=index < len(spans))
     kept = zip(spans, ends[: len(spans)], strict=True)
-    return [span if end == span.last else span._replace(last=end) for span, end in kept if end >= span.first]
+    beside = [span if end == span.last else span._replace(last=end) for span, end in kept if end >= span.first]
+    return Beside(beside, places.tables)
 
 
 class _Places:
     """The places on the chip that are `taken`: rows of first and last moments, first bytes and those after the last,
-    of which so many as the `count` says are there.
+    of which so many as the `count` says are there. The `tables` are of what was fetched.
     """
 
     def __init__(self, chip: Chip, moments: Moments) -> None:
@@ -64,7 +81,7 @@ class _Places:
         self.stays = STAYS * chip.room_nbytes / chip.bytes_per_second
         self.used = np.zeros(len(moments.costs), dtype=np.int64)
         self.taken = np.zeros((4, 1024), dtype=np.int64)
-        self.count = 0
+        self.count = self.tables = 0
 
     def saved(self, span: Span) -> float:
         """The seconds that a buffer saves on the chip, for the square root of its bytes; less than 0 where all kernels
@@ -97,6 +114,7 @@ class _Places:
         for ratio in (FETCHED, FETCHED_LATE):
             begin = bisect_right(self.clock, self.clock[events[to]] - ratio * copied) - 1
             if begin >= events[to - 1] and (last := self._stay(nbytes, max(begin, 0), events, to)) >= 0:
+                self.tables += self.chip.tables_of(nbytes)
                 return last
         return to
 

@@ -74,8 +74,8 @@ class Operation(NamedTuple):
     """One operation; `operands` are positions in the program, `node` and `value` what it stands for in the graph.
 
     `tag` tells apart what has the same kind, operands and shape. One that `is_moved` was computed behind a reshape, and
-    is ahead of it. A tuple is made in a fifth of the time that a frozen dataclass takes, and a deep model has a hundred
-    thousand operations.
+    is ahead of it. One that `is_image` lies in tiles of its first and its last dimension. A tuple is made in a fifth of
+    the time that a frozen dataclass takes, and a deep model has a hundred thousand operations.
     """
 
     kind: Kind
@@ -87,6 +87,7 @@ class Operation(NamedTuple):
     tag: object = None
     is_fused: bool = False
     is_moved: bool = False
+    is_image: bool = False
 
     @property
     def name(self) -> str:

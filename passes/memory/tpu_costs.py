@@ -33,12 +33,15 @@ def cost_on(device: DeviceSpec) -> CostOf:
     )
 
 
-def _cost(kernel: Kernel, operations: Sequence[Operation], flops_per_second: float, bytes_per_second: float) -> Cost:
-    operation = operations[kernel.operation]
-    if operation.kind in FREE:
+def _cost(
+    kernels: Sequence[Kernel], operations: Sequence[Operation], flops_per_second: float, bytes_per_second: float
+) -> Cost:
+    made = [kernel.operation for kernel in kernels]
+    if operations[made[0]].kind in FREE:
         return Cost()
-    nbytes = stored(operation) + sum(stored(operations[o]) for o in kernel.reads)
-    flops, within, seen = 0, [kernel.operation], set(kernel.reads)
+    reads = {o for kernel in kernels for o in kernel.reads}
+    nbytes = sum(stored(operations[o]) for o in (*made, *reads.difference(made)))
+    flops, within, seen = 0, made, set(reads.difference(made))
     while within:
         index = within.pop()
         if index not in seen:

@@ -3,9 +3,10 @@
 A product or a convolution takes in whatever lies before it elementwise, and so does every sum: normalisation, softmax
 and activations are computed again wherever they are read, forward and backward. It also goes on with what alone follows
 from its result, up to the first array whose readers do not come together again: that one is written, in place of the
-product, but what only widens it is computed by each of them. What has zeros between its elements is written. Where two
-cores share kernels, what narrows an array for several of them is written, and so is what narrows what is computed of
-two products, as in a gated unit. All-reduces add up in place.
+product, but what only widens it is computed by each of them. So does a gather up to where that is rounded. What has
+zeros between its elements is written, and so are images that are joined. Where two cores share kernels, what narrows an
+array for several of them is written, and so is what narrows what is computed of two products, as in a gated unit.
+All-reduces add up in place.
 
 Reference: convolution fusions in the HLO that libtpu 0.0.42 makes of transformers; TPU fusion is not published.
 """
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
+from passes.ir import item_nbytes
 from passes.memory import windows
 from passes.memory.conversions import narrows, sliced_first, widens
 from passes.memory.fusion import Kernel
@@ -109,6 +111,11 @@ def _scatters_numbers(operations: Sequence[Operation], operation: Operation) -> 
     return len(rows) == len(operation.shape) and len(sizes) == 1 and sizes[0][0] == 1
 
 
+def _joins_images(operation: Operation) -> bool:
+    """Whether an operation joins images, which convolutions do not take in."""
+    return operation.is_image and operation.name == "concatenate"
+
+
 def is_product(operation: Operation) -> bool:
     """Whether an operation is a matrix product or a convolution."""
     return operation.kind == "dot" or (operation.kind == "opaque" and operation.name == "convolution")
@@ -128,21 +135,26 @@ class _Fusion:
                 for o in dict.fromkeys(operation.operands):
                     self.readers[o].append(index)
         self.products = self._products()
-        self.written = bytearray(len(operations))
+        self.written, self.relaid = bytearray(len(operations)), bytearray(len(operations))
         for i in range(len(operations)):
+            self.relaid[i] = self._is_relaid(i)
             self.written[i] = needed[i] and (not self._is_fused(i) or (narrowed and self._is_narrowed(i)))
 
     def _products(self) -> list[int]:
-        """The product that each operation goes on with, whose result it alone follows, after any number of steps."""
+        """The product that each operation goes on with, whose result it alone follows, after any number of steps; or
+        the gather, where that ends in a narrower dtype.
+        """
         products = [-1] * len(self.operations)
         for index, operation in enumerate(self.operations):
-            if not is_product(operation):
+            if not is_product(operation) and operation.kind != "gather":
                 continue
-            products[index], end = index, index
+            members, end = [index], index
             while (steps := self._next(end)) and all(products[step] < 0 for step in steps):
-                for step in steps:
-                    products[step] = index
+                members.extend(steps)
                 end = steps[-1]
+            if is_product(operation) or item_nbytes(self.operations[end].dtype) < item_nbytes(operation.dtype):
+                for member in members:
+                    products[member] = index
         return products
 
     def _next(self, index: int) -> list[int]:
@@ -150,13 +162,14 @@ class _Fusion:
         those between; none where there is no such.
         """
         size, waiting, steps = self.operations[index].size, set(self.readers[index]), list[int]()
+        is_flat = not self.operations[index].is_image
         if index in self.outputs:
             return []
         while waiting and len(steps) < SEARCHED:
             step = min(waiting)
             waiting.remove(step)
             operation = self.operations[step]
-            if operation.kind not in GOES_ON or operation.size != size:
+            if operation.kind not in GOES_ON or operation.size != size or (is_flat and operation.is_image):
                 return []
             steps.append(step)
             if not waiting:
@@ -171,7 +184,7 @@ class _Fusion:
         operation = self.operations[index]
         if operation.kind == "literal":
             return True
-        if index in self.outputs or not self.readers[index]:
+        if index in self.outputs or not self.readers[index] or _joins_images(operation):
             return False
         product = self.products[index]
         if product >= 0:
@@ -180,6 +193,15 @@ class _Fusion:
                 return True
             return all(self.products[reader] == product for reader in readers)
         return operation.kind in FUSIBLE - {"gather"} and all(self._takes_in(r, index) for r in self.readers[index])
+
+    def _is_relaid(self, index: int) -> bool:
+        """Whether an operation computes images with what is in memory in other tiles, as a product has it."""
+        operation = self.operations[index]
+        if not operation.is_image or operation.kind not in ELEMENTWISE:
+            return False
+        above = [o for o in operation.operands if self.operations[o].shape == operation.shape]
+        others = [o for o in above if not self.operations[o].is_image and self.operations[o].kind != "literal"]
+        return bool(others) or any(self.relaid[o] and not self.written[o] for o in above)
 
     def _is_narrowed(self, index: int) -> bool:
         """Whether several kernels read an operation that alone narrows what another wrote, or what follows from two
@@ -208,4 +230,8 @@ class _Fusion:
         operation = self.operations[reader]
         if operation.kind in PLACED_FIRST:
             return operation.operands[0] != index
+        if operation.kind in ("dot", "bitcast") and self.operations[index].is_image:
+            return False
+        if self.relaid[index] and is_product(operation):
+            return False
         return operation.kind in TAKES_IN or is_product(operation)

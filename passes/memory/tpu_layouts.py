@@ -27,7 +27,15 @@ ALIGNMENT = 512
 
 def stored(operation: Operation) -> int:
     """The bytes of what an operation makes."""
-    return 0 if operation.is_fused else nbytes(operation.shape, operation.dtype)
+    if operation.is_fused:
+        return 0
+    if operation.is_image and len(operation.shape) > 1:
+        first, *between, last = operation.shape
+        return min(
+            nbytes((*between, *in_tiles(first, last)), operation.dtype),
+            nbytes((*between, *in_tiles(last, first)), operation.dtype),
+        )
+    return nbytes(operation.shape, operation.dtype)
 
 
 @lru_cache(maxsize=4096)

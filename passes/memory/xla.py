@@ -62,6 +62,7 @@ class Compiler:
     summed: Summed = never_summed
     copies_late: bool = False
     copies: Callable[[DeviceProgram, Sequence[Kernel]], tuple[DeviceProgram, Sequence[Kernel]]] | None = None
+    joined: Callable[[DeviceProgram, Sequence[Kernel], Sequence[int]], dict[int, int]] | None = None
 
 
 def temporaries(
@@ -78,18 +79,19 @@ def temporaries(
     run = region.run(replace(WHOLE, carried=in_place))
     places, chip = region.places(run, in_place), compiler.chip
     spans: Sequence[Span] = run.spans
+    fetched = 0
     if chip and compiler.beside:
         replaced = region.arguments(run, in_place)
-        spans = off_chip([*spans, *replaced.values()], chip, run.moments, run.arguments)
+        spans, fetched = off_chip([*spans, *replaced.values()], chip, run.moments, run.arguments)
         spans, copied = spans[: len(spans) - len(replaced)], spans[len(spans) - len(replaced) :]
         for output, span in zip(replaced, copied, strict=True):
             if output in places:
                 places[output] = places[output]._replace(after=min(places[output].after, span.last))
     spans = [_aligned(span, compiler.alignment) for span in unplaced(spans, list(places.values()))]
     if chip and not compiler.beside:
-        spans = off_chip(spans, chip, run.moments, run.arguments)
+        spans, fetched = off_chip(spans, chip, run.moments, run.arguments)
     spans = connected(spans)
-    tables_nbytes = compiler.table_nbytes * run.tables
+    tables_nbytes = compiler.table_nbytes * (run.tables + fetched)
     if not spans:
         return Temporaries(where="", holders=(), gaps_nbytes=0, over_time=(0,) * len(run.moments.begins[:-1]))
     live = _live(spans, len(run.moments.sources))
@@ -204,6 +206,7 @@ class _Region:
             self.compiler.stored,
             copies_late=self.compiler.copies_late,
         )
+        joined = self.compiler.joined(program, kernels, allocation.order) if self.compiler.joined else {}
         made = moments(
             program,
             kernels,
@@ -211,16 +214,18 @@ class _Region:
             self.graph.nodes,
             {node: inside.moments for node, inside in self.inside.items()},
             self.compiler.chip.cost_of if self.compiler.chip else nothing,
+            joined,
         )
+        reads = read_at(allocation, made, joined)
         find, count = self.compiler.beside, self.compiler.tables or _none
         beside = find(program, kernels, allocation, made.begins) if find else _nowhere
         return _Run(
             spans=(
-                *self._spans(program, allocation, made, beside),
+                *self._spans(program, allocation, made, beside, reads),
                 *self._once(program, len(made.sources)),
                 *self._within(program, allocation, made),
             ),
-            arguments=tuple(self._read(program, read_at(allocation, made))),
+            arguments=tuple(self._read(program, reads)),
             moments=made,
             lifetimes=allocation,
             program=program,
@@ -228,10 +233,15 @@ class _Region:
         )
 
     def _spans(
-        self, program: DeviceProgram, allocation: Lifetimes, made: Moments, beside: Callable[[Buffer], int]
+        self,
+        program: DeviceProgram,
+        allocation: Lifetimes,
+        made: Moments,
+        beside: Callable[[Buffer], int],
+        reads: Callable[[int], Iterable[int]],
     ) -> Iterator[Span]:
         """The spans of the results of kernels."""
-        place, reads = post_order(program.operations, program.outputs), read_at(allocation, made)
+        place = post_order(program.operations, program.outputs)
         for chain, b in enumerate(allocation.buffers):
             events = sorted({moment for o in b.operations for moment in reads(o)})
             for first, last in _members(program, allocation, made.begins, b):

@@ -18,12 +18,14 @@ from passes.memory.on_chip import Chip
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from passes.memory.packing import gaps_as_they_come
-from passes.memory.tpu_chips import room_nbytes
+from passes.memory.tpu_chips import room_nbytes, slice_tables
 from passes.memory.tpu_collectives import is_summed
 from passes.memory.tpu_copies import copied
 from passes.memory.tpu_costs import cost_on
 from passes.memory.tpu_fusion import fuse
+from passes.memory.tpu_images import images
 from passes.memory.tpu_products import sent_rounded
+from passes.memory.tpu_sums import joined
 from passes.memory.tpu_tables import TABLE_NBYTES, tables
 from passes.memory.two_cores import beside_chip
 
@@ -41,7 +43,7 @@ def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[
     combined.
     """
     place: Sequence[int] = range(len(operations))
-    for step in (sent_rounded, copied, combined):
+    for step in (sent_rounded, copied, combined, images):
         operations, moved = step(operations, [place[o] for o in outputs])
         place = [moved[p] for p in place]
     return tuple(operations), tuple(place)
@@ -60,6 +62,7 @@ def model(device: DeviceSpec) -> Callable[..., Temporaries]:
             room_nbytes=room_nbytes(device),
             bytes_per_second=device.memory_bytes_per_second,
             cost_of=cost_on(device),
+            tables_of=partial(slice_tables, device),
         ),
         gaps=gaps_as_they_come,
         alignment=SPLIT_ALIGNMENT if split else tpu_layouts.ALIGNMENT,
@@ -67,5 +70,6 @@ def model(device: DeviceSpec) -> Callable[..., Temporaries]:
         tables=tables,
         table_nbytes=TABLE_NBYTES,
         summed=is_summed,
+        joined=joined,
     )
     return partial(xla.temporaries, compiler)

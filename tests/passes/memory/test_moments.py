@@ -49,7 +49,7 @@ def test_a_kernel_costs_its_flops_and_the_bytes_that_it_moves() -> None:
         operation("elementwise", 2, shape=(128, 512), name="tanh"),
         operation("collective", 3, shape=(128, 512), tag=("all_reduce", ("x",), "add", -1, -1)),
     )
-    costs = {k.operation: cost_on(V5E)(k, every) for k in fuse(every, (4,))}
+    costs = {k.operation: cost_on(V5E)((k,), every) for k in fuse(every, (4,))}
     assert costs[0] == costs[4] == Cost()
     nbytes = 4 * (128 * 256 + 256 * 512 + 128 * 512)
     flops, rate = 2 * 128 * 256 * 512, V5E.flops_per_second["bfloat16"]
@@ -60,7 +60,7 @@ def test_a_measured_device_may_have_the_rate_of_one_dtype() -> None:
     measured = replace(V5E, flops_per_second={"float32": 2.0})
     every = (operation("input", shape=(1, 3), tag=0), operation("dot", 0, 0, shape=(1, 1), tag=("merged",)))
     (dot,) = [k for k in fuse(every, (1,)) if k.reads]
-    assert cost_on(measured)(dot, every).computing == 3.0
+    assert cost_on(measured)((dot,), every).computing == 3.0
 
 
 def test_convolutions_multiply_every_tap() -> None:
@@ -71,4 +71,4 @@ def test_convolutions_multiply_every_tap() -> None:
     )
     (convolution,) = [k for k in fuse(every, (2,)) if k.reads]
     flops = 2 * 8 * 16 * 16 * 64 * 3 * 3 * 32
-    assert cost_on(V5E)(convolution, every).computing == flops / V5E.flops_per_second["bfloat16"]
+    assert cost_on(V5E)((convolution,), every).computing == flops / V5E.flops_per_second["bfloat16"]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from passes.cluster import parse_cluster
+from passes.memory import on_chip
 from passes.memory.moments import Cost, Moments, nothing
-from passes.memory.on_chip import FETCHED, STAYS, Chip, off_chip
+from passes.memory.on_chip import FETCHED, STAYS, Chip
 from passes.memory.packing import Span
-from passes.memory.tpu_chips import ON_CHIP_NBYTES, room_nbytes
+from passes.memory.tpu_chips import ON_CHIP_NBYTES, room_nbytes, slice_tables
 
 SEEDS = range(50)
 ROOM = 100
@@ -28,6 +29,11 @@ def timed(costs: Iterable[Cost], *loops: tuple[int, int]) -> Moments:
     return Moments(sources=("",) * len(made), costs=made, begins=tuple(range(len(made) + 1)), loops=frozenset(loops))
 
 
+def off_chip(spans: Sequence[Span], chip: Chip, moments: Moments, arguments: Sequence[Span] = ()) -> list[Span]:
+    """The spans beside the chip."""
+    return on_chip.off_chip(spans, chip, moments, arguments).spans
+
+
 QUICK = timed([Cost(0.0, 1.0)] * 12)
 
 
@@ -39,6 +45,20 @@ def test_the_room_is_what_kernels_leave() -> None:
         "tpu-v6e": 96 * 2**20,
     }
     assert set(ON_CHIP_NBYTES) >= {"tpu-v5e", "tpu-v5p", "tpu-v6e"}
+
+
+def test_large_arrays_are_fetched_in_slices() -> None:
+    """As libtpu 0.0.42 cuts what it fetches of vision transformers and a LLaMA."""
+    v5e, v5p, v6e = (parse_cluster(f"8:tpu-{name}").group().device for name in ("v5e", "v5p", "v6e"))
+    sizes = (2**19, 2**20, 23068672, 67108864)
+    assert [slice_tables(v5e, nbytes) for nbytes in sizes] == [0, 8, 8, 8]
+    assert [slice_tables(v6e, nbytes) for nbytes in sizes] == [0, 0, 12, 32]
+    assert not any(slice_tables(v5p, nbytes) for nbytes in sizes)
+    moments = timed([Cost(0.0, 1.0), *[Cost(0.0, STAYS * ROOM)] * 2, *[Cost(0.0, 1.0)] * 3])
+    cut = Chip(room_nbytes=ROOM, bytes_per_second=1.0, cost_of=nothing, tables_of=lambda nbytes: nbytes // 5)
+    span = Span(10, 0, 5, events=(3, 5))
+    assert on_chip.off_chip([span], cut, moments) == ([span._replace(last=3)], 2)
+    assert on_chip.off_chip([span], chip(), moments).tables == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -148,6 +148,22 @@ def test_a_product_of_several_readers_is_kept_in_its_own_dtype() -> None:
     assert kernels == {0: (), 1: (0,), 3: (1,), 4: (1,)}
 
 
+def test_what_products_alone_read_of_a_gather_is_rounded_as_it_is_looked_up() -> None:
+    """As features of neighbours in a graph network of float32."""
+    rounded = operation("elementwise", 2, shape=TABLE, name="convert float32")._replace(dtype="bfloat16")
+    every = (
+        operation("input", shape=TABLE, tag=0),
+        operation("gather", 0, 0, shape=TABLE),
+        operation("elementwise", 1, 0, shape=TABLE, name="select"),
+        rounded,
+        operation("dot", 3, 3, shape=TABLE),
+        operation("dot", 3, 4, shape=TABLE),
+    )
+    assert {kernel.operation for kernel in fuse(every, (4, 5))} == {0, 3, 4, 5}
+    wide = (*every[:3], rounded._replace(dtype="float32"), *every[4:])
+    assert {kernel.operation for kernel in fuse(wide, (4, 5))} == {0, 1, 4, 5}
+
+
 def test_what_is_gathered_from_is_in_memory_and_read_by_nothing_else() -> None:
     """As logits of which each token's label is taken: softmax reads them as the product made them."""
     every = (
