@@ -34,11 +34,11 @@ from autopar.frontend import Traced
 from benchmarks.causes import Program, Sent
 from benchmarks.console import stdout
 from benchmarks.experts import Experts, seconds_with_experts
+from benchmarks.lists import names, words
 from benchmarks.searched import best_of, judge_any
 from benchmarks.textbook import judge
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.verdicts import Allowed, Style, Verdict, by_cause, by_phase, payload
-from benchmarks.zoo import models
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.plan import Plan
@@ -132,9 +132,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "what the textbook sends. Exits with 1 if the textbook does not need some of them.",
         epilog="example: python -m benchmarks.audit --model gpt --cluster 8:a100-80g --planner dp,zero3 --causes",
     )
-    parser.add_argument("--model", default=tuple(MODELS), type=models, metavar="A,B", help="(default: all)")
     parser.add_argument(
-        "--cluster", default=CLUSTERS, type=listed, metavar="A,B", help=f"(default: {','.join(CLUSTERS)})"
+        "--model", default=tuple(MODELS), type=names("model", MODELS), metavar="A,B", help="(default: all)"
+    )
+    parser.add_argument(
+        "--cluster", default=CLUSTERS, type=words, metavar="A,B", help=f"(default: {','.join(CLUSTERS)})"
     )
     parser.add_argument(
         "--planner",
@@ -144,7 +146,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"of {', '.join(PLANNERS)}, megatron:DATAxTENSOR (default: all; megatron as wide as a host)",
     )
     parser.add_argument(
-        "--dtype", default=DTYPES, type=listed, metavar="A,B", help="of the computation; parameters are float32"
+        "--dtype",
+        default=DTYPES,
+        type=names("dtype", DTYPES),
+        metavar="A,B",
+        help=f"of the computation; parameters are float32 (default: {','.join(DTYPES)})",
     )
     parser.add_argument("--remat", choices=("off", "on", "both"), default="both", help="(default: %(default)s)")
     parser.add_argument("--limit", type=int, metavar="N", help="so many cases at most")
@@ -155,17 +161,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def listed(text: str) -> tuple[str, ...]:
-    """The words of a list."""
-    return tuple(text.split(","))
-
-
 def planners(text: str) -> tuple[str, ...]:
     """The planners that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    names = listed(text)
-    if unknown := [name for name in names if name.partition(":")[0] not in PLANNERS]:
-        raise argparse.ArgumentTypeError(f"no planner is called {unknown[0]!r}; there are {', '.join(PLANNERS)}")
-    return names
+    names("planner", PLANNERS)(",".join(name.partition(":")[0] for name in words(text)))
+    return words(text)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -199,7 +198,7 @@ class Planned:
         self.plans: dict[tuple[str, str], tuple[Traced, Plan]] = {}
 
     @classmethod
-    def of(cls, model: str, remat: bool, dtype: str) -> Self:
+    def of(cls, model: str, dtype: str, *, remat: bool) -> Self:
         """The training of a model of the zoo by AdamW, in the sizes of `SIZES`."""
         entry, optimizer = MODELS[model], optax.adamw(1e-3)
         sizes = SIZES[model.removesuffix("-scan")]
@@ -347,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status.update(f"{done} of {len(grid)}, {time.perf_counter() - began:.0f} s, {bad} unexplained: {case}")
             key = case.model, case.remat, case.dtype
             if known is None or known[0] != key:
-                known = key, Planned.of(*key)
+                known = key, Planned.of(case.model, case.dtype, remat=case.remat)
             try:
                 audits.append(audited(case, known[1]))
             except PlanningError as error:
@@ -369,8 +368,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         )
         return bool(bad)
-    for words, those in refused.items():
-        console.print(f"not planned: {', '.join(map(str, those))}: {words}", soft_wrap=True)
+    for reason, refused_cases in refused.items():
+        console.print(f"not planned: {', '.join(map(str, refused_cases))}: {reason}", soft_wrap=True)
     tensors = sum(len(audit.unexplained) for audit in bad)
     console.print(f"{len(audits)} plans, {len(bad)} with something unexplained, {tensors} tensors in all")
     return bool(bad)

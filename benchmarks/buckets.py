@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from rich.table import Table
 
 from benchmarks.console import stdout
+from benchmarks.lists import whole_numbers
 
 Reduce = Callable[..., tuple[jax.Array, ...]]
 
@@ -34,14 +35,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--devices", type=int, default=8, metavar="N")
     parser.add_argument("--gradients", type=int, default=48, metavar="N", help="tensors that are reduced")
-    parser.add_argument("--elements", type=sizes, default=(64, 1024, 16384, 131072), metavar="A,B", help="of each")
+    parser.add_argument(
+        "--elements", type=whole_numbers, default=(64, 1024, 16384, 131072), metavar="A,B", help="of each"
+    )
     parser.add_argument("--runs", type=int, default=40, metavar="N", help="pairs of runs, one of each in turn")
     return parser.parse_args(argv)
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """The whole numbers that `text` lists."""
-    return tuple(map(int, text.split(",")))
 
 
 def one_by_one(*gradients: jax.Array) -> tuple[jax.Array, ...]:

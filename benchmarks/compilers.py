@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +31,7 @@ from autopar.tools.estimates import CLOCK_HZ, cycles
 from benchmarks import gpt, heaps
 from benchmarks.console import stdout
 from benchmarks.large import LARGE
+from benchmarks.lists import names
 from benchmarks.trainings import MODELS, make_state, make_step
 from passes.cluster import parse_cluster
 from passes.errors import InternalError, PlanningError
@@ -141,21 +142,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Hold predicted memory, bytes sent and compute seconds against the accelerators' own compilers.",
         epilog="example: python -m benchmarks.compilers --targets h100 --models gpt,moe --compile",
     )
-    parser.add_argument("--targets", default=tuple(TARGETS), type=partial(listed, TARGETS), metavar="A,B")
-    parser.add_argument("--models", default=NAMES, type=partial(listed, NAMES), metavar="A,B")
-    parser.add_argument("--planners", default=tuple(PLANNERS), type=partial(listed, PLANNERS), metavar="A,B")
+    parser.add_argument(
+        "--targets", default=tuple(TARGETS), type=names("target", TARGETS), metavar="A,B", help=of(TARGETS)
+    )
+    parser.add_argument("--models", default=NAMES, type=names("model", NAMES), metavar="A,B", help=of(NAMES))
+    planners = names("planner", PLANNERS)
+    parser.add_argument("--planners", default=tuple(PLANNERS), type=planners, metavar="A,B", help=of(PLANNERS))
     parser.add_argument("--compile", action="store_true", help="compile plans that were not, and keep what comes of it")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="(default: beside this script)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
 
 
-def listed(choices: Sequence[str] | Mapping[str, Any], text: str) -> tuple[str, ...]:
-    """The names that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in choices]:
-        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(choices)}")
-    return names
+def of(choices: Iterable[str]) -> str:
+    """The help of an option that takes some of these names."""
+    return f"some of {', '.join(choices)} (default: all)"
 
 
 def program(model: str) -> tuple[Any, tuple[Any, ...]]:

@@ -11,7 +11,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -27,8 +27,9 @@ from rich.table import Table
 import autopar
 from benchmarks.console import stdout
 from benchmarks.functions import FUNCTIONS, Function
+from benchmarks.heaps import step_nbytes
+from benchmarks.lists import names, whole_numbers
 from benchmarks.trainings import MODELS, make_state, make_step
-from benchmarks.zoo import models
 from passes.errors import PlanningError
 from passes.memory import gradient_nbytes
 from passes.text import quantities
@@ -107,48 +108,42 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "of one device beside XLA's own. Targets: at most 15 % too high, never 5 % too low; what misses fails.",
         epilog="example: python -m benchmarks.memory --models gpt,moe --planners dp,zero3 --microbatches 1,4",
     )
-    parser.add_argument("--models", default=tuple(MODELS), type=models, metavar="A,B", help="(default: all)")
     parser.add_argument(
-        "--planners", default=tuple(PLANNERS), type=planners, metavar="A,B", help=f"of {', '.join(PLANNERS)}"
+        "--models", default=tuple(MODELS), type=names("model", MODELS), metavar="A,B", help="(default: all)"
     )
     parser.add_argument(
-        "--microbatches", default=COUNTS, type=counts, metavar="N,M", help="(default: 1,2,4,8; whole models only: 1)"
+        "--planners",
+        default=tuple(PLANNERS),
+        type=names("planner", PLANNERS),
+        metavar="A,B",
+        help=f"of {', '.join(PLANNERS)} (default: all)",
+    )
+    parser.add_argument(
+        "--microbatches",
+        default=COUNTS,
+        type=whole_numbers,
+        metavar="N,M",
+        help=f"of models (default: {','.join(map(str, COUNTS))}); functions have one",
     )
     parser.add_argument(
         "--functions", default=tuple(FUNCTIONS), type=functions, metavar="A,B", help="(default: all), or none"
     )
-    parser.add_argument("--dtypes", default=DTYPES, type=dtypes, metavar="A,B", help=f"of {', '.join(DTYPES)}")
+    parser.add_argument(
+        "--dtypes",
+        default=DTYPES,
+        type=names("dtype", DTYPES),
+        metavar="A,B",
+        help=f"that models compute in, of {', '.join(DTYPES)} (default: all)",
+    )
     parser.add_argument("--remat", choices=("off", "on", "both"), default="both", help="(default: %(default)s)")
     parser.add_argument("--zero", action="store_true", help="instead, the model states of the ZeRO paper, tables 1, 2")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
 
 
-def planners(text: str) -> tuple[str, ...]:
-    """The planners that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    return _listed(text, "planner", PLANNERS)
-
-
 def functions(text: str) -> tuple[str, ...]:
     """The functions that `text` lists, or none. Raises ArgumentTypeError for one that is not there."""
-    return () if text == "none" else _listed(text, "function", FUNCTIONS)
-
-
-def dtypes(text: str) -> tuple[str, ...]:
-    """The dtypes that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    return _listed(text, "dtype", DTYPES)
-
-
-def _listed(text: str, option: str, choices: Collection[str]) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in choices]:
-        raise argparse.ArgumentTypeError(f"no {option} is called {unknown[0]!r}; there are {', '.join(choices)}")
-    return names
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """The numbers that `text` lists."""
-    return tuple(int(part) for part in text.split(","))
+    return () if text == "none" else names("function", FUNCTIONS)(text)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -184,14 +179,10 @@ def measure(case: Case) -> Row:
         planner, count = replace(planner, microbatches=case.microbatches), None
     parallel = autopar.parallelize(planned.call, planner=planner, donate_argnums=planned.donated, microbatches=count)
     compiled = parallel.lower(*planned.arguments).compile()
-    analysis = compiled.memory_analysis()
     return Row(
         case=case,
         predicted=dict(compiled.plan.nbytes),
-        measured_nbytes=analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes,
+        measured_nbytes=step_nbytes(compiled.memory_analysis()),
     )
 
 
@@ -298,8 +289,8 @@ def summary(rows: Sequence[Row]) -> Table:
     shown.add_column("", no_wrap=True)
     for name in ("cases", "out of bounds", "median", "worst", "worst under"):
         shown.add_column(name, justify="right", no_wrap=True)
-    names = dict.fromkeys((*MODELS, *(r.case.model for r in rows), *DTYPES, *PLANNERS))
-    groups = {name: [r for r in rows if name in (r.case.model, r.case.dtype, r.case.planner)] for name in names}
+    labels = dict.fromkeys((*MODELS, *(r.case.model for r in rows), *DTYPES, *PLANNERS))
+    groups = {name: [r for r in rows if name in (r.case.model, r.case.dtype, r.case.planner)] for name in labels}
     groups["outside the zoo"] = [r for r in rows if r.case.model in FUNCTIONS]
     for name, members in {**groups, "all": list(rows)}.items():
         if members:
@@ -328,7 +319,8 @@ def zero_table(rows: Sequence[Published]) -> Table:
     return shown
 
 
-def _zero(console: Console, as_json: bool) -> int:
+def _zero(console: Console, *, as_json: bool) -> int:
+    """Prints model states beside the ZeRO paper's; 1 if a printed value is missed, else 0."""
     rows = list(published())
     missed = sum(not row.agrees for row in rows)
     if as_json:
@@ -348,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     if args.zero:
-        return _zero(console, args.json)
+        return _zero(console, as_json=args.json)
     rows: list[Row] = []
     without: dict[str, Case] = {}
     for case in cases(args):

@@ -21,6 +21,8 @@ from rich.table import Table
 
 import autopar
 from benchmarks.console import stdout
+from benchmarks.equality import difference, mesh_text
+from benchmarks.heaps import step_nbytes
 from benchmarks.one_device import make_step
 from models import gpt
 from passes.errors import OverBudgetError
@@ -56,16 +58,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def nbytes(compiled: Any) -> int:
-    """Bytes of one device: arguments, outputs beyond those, temporaries."""
-    analysis = compiled.memory_analysis()
-    fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return analysis.argument_size_in_bytes + fresh + analysis.temp_size_in_bytes
-
-
-def difference(mine: Any, theirs: Any) -> float:
-    """The largest difference of any array, relative to the array's largest element."""
-    pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True)
-    return max(float(jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)) for a, b in pairs)
+    """Bytes that one device needs of a compiled step, by XLA's account."""
+    return step_nbytes(compiled.memory_analysis())
 
 
 def under(shares: list[float], batch_size: int, console: Console) -> int:
@@ -123,7 +117,7 @@ def under(shares: list[float], batch_size: int, console: Console) -> int:
 
 def words(plan: Any) -> str:
     """The measures by which a plan fits, in words."""
-    parts = [f"mesh {'x'.join(map(str, plan.mesh.sizes))}"]
+    parts = [f"mesh {mesh_text(plan)}"]
     if plan.microbatches > 1:
         parts.append(f"{plan.microbatches} microbatches")
     if plan.remat:

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.lists import words
+
 Shape = tuple[int, ...]
 Apply = Callable[[Sequence[Any], Sequence[Any]], Any]
 """Activations from a block's parameters and from those of all blocks before it, the latest first, the input last."""
@@ -249,7 +251,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: int, clusters: Sequenc
     parser.add_argument(
         "--clusters",
         default=tuple(clusters),
-        type=lambda text: tuple(text.split(",")),
+        type=words,
         metavar="A,B",
         help=f"each network is planned for each (default: {','.join(clusters)})",
     )

@@ -19,6 +19,8 @@ from rich.table import Table
 
 import autopar
 from benchmarks.console import stdout
+from benchmarks.equality import mesh_text
+from benchmarks.heaps import step_nbytes
 from benchmarks.one_device import make_step
 from models import gpt
 from passes.text import quantities
@@ -97,18 +99,14 @@ def measure(planner: str, config: gpt.Config, batch_size: int, steps: int) -> Pr
         seconds.append(time.perf_counter() - start)
     measured = seconds[WARM_UP:]
     low, _, high = statistics.quantiles(measured, n=4) if len(measured) > 1 else measured * 3
-    analysis = compiled.memory_analysis()
     return Prediction(
         planner=planner,
-        mesh="x".join(map(str, plan.mesh.sizes)),
+        mesh=mesh_text(plan),
         predicted_seconds=plan.step_seconds,
         measured_seconds=statistics.median(measured),
         spread=(low, high),
         predicted_nbytes=plan.peak_nbytes,
-        measured_nbytes=analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes,
+        measured_nbytes=step_nbytes(compiled.memory_analysis()),
     )
 
 

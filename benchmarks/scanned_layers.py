@@ -19,11 +19,16 @@ import autopar
 from autopar.tools.estimates import GPU_OPTIONS, seconds_of
 from autopar.tools.topologies import topology
 from benchmarks.console import stdout
+from benchmarks.lists import names, words
 from benchmarks.one_device import Runner
 from benchmarks.timing import interleaved, ratio
 from benchmarks.trainings import MODELS, Training
 from passes.text import quantities
 from passes.transforms import KEPT, Kept
+
+LSTM = "lstm"
+SCANNED = ("gpt-scan", "llama-scan", LSTM)
+"""Models whose layers are a loop: of the zoo, and a recurrent network of this script's own."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,8 +40,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "compilers of accelerators.",
         epilog="example: python -m benchmarks.scanned_layers --targets h100,tpu-v5e",
     )
-    parser.add_argument("--models", default="gpt-scan,llama-scan,lstm", metavar="A,B", help="(default: %(default)s)")
-    parser.add_argument("--targets", default="", metavar="A,B", help="accelerators whose compilers are asked, as h100")
+    parser.add_argument(
+        "--models",
+        default=SCANNED,
+        type=names("model", (*MODELS, LSTM)),
+        metavar="A,B",
+        help=f"of {', '.join((*MODELS, LSTM))} (default: {','.join(SCANNED)})",
+    )
+    parser.add_argument(
+        "--targets",
+        default=(),
+        type=words,
+        metavar="A,B",
+        help="accelerators whose compilers estimate the step, such as h100 or tpu-v5e (default: none)",
+    )
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="steps of each, in turn (default: 20)")
     return parser.parse_args(argv)
 
@@ -111,12 +128,12 @@ def _lowered(training: Training, kept: Kept, **where: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table for each model and device."""
     args = arguments(list(argv) if argv is not None else None)
-    for name in args.models.split(","):
-        training = lstm() if name == "lstm" else MODELS[name].training()
-        for target in ["", *filter(None, args.targets.split(","))]:
-            words = "measured" if not target else f"by the compiler of {target}"
-            shown = Table(title=f"{name}, {words}", title_justify="left")
-            for heading in ("kept", "predicted", words, "by everything"):
+    for name in args.models:
+        training = lstm() if name == LSTM else MODELS[name].training()
+        for target in ("", *args.targets):
+            source = "measured" if not target else f"by the compiler of {target}"
+            shown = Table(title=f"{name}, {source}", title_justify="left")
+            for heading in ("kept", "predicted", source, "by everything"):
                 shown.add_column(heading, justify="left" if heading == "kept" else "right")
             for row in estimated(training, target) if target else measured(training, args.rounds):
                 shown.add_row(*row)

@@ -26,6 +26,7 @@ from autopar.checks import hlo, verify
 from benchmarks.baselines import baselines, sharded
 from benchmarks.console import stdout
 from benchmarks.equality import difference, mesh_text
+from benchmarks.lists import names
 from benchmarks.one_device import Runner
 from benchmarks.timing import WARM_UP, interleaved, ratio
 from benchmarks.trainings import MODELS, QUICK, Training
@@ -137,7 +138,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--models",
         default=tuple(MODELS),
-        type=models,
+        type=names("model", MODELS),
         metavar="A,B",
         help=f"some of {', '.join(MODELS)} (default: all)",
     )
@@ -159,14 +160,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
-
-
-def models(text: str) -> tuple[str, ...]:
-    """The models that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in MODELS]:
-        raise argparse.ArgumentTypeError(f"no model is called {unknown[0]!r}; there are {', '.join(MODELS)}")
-    return names
 
 
 def by_kind(plan: Any) -> dict[str, int]:
@@ -292,11 +285,11 @@ def plans_table(results: list[Found]) -> Table:
 
 def times_table(results: list[Found]) -> Table:
     """Median milliseconds of a step, one model a row."""
-    names = list(dict.fromkeys(name for r in results for name in r.seconds))
+    runs = list(dict.fromkeys(name for r in results for name in r.seconds))
     table = Table(title="median step, ms", title_justify="left", padding=(0, 0))
     table.add_column("model", no_wrap=True)
     is_compared = any(r.compared_ratio for r in results)
-    for name in ("promised", *names, "by best", "95 %", *(["compared by best", "95 %"] if is_compared else [])):
+    for name in ("promised", *runs, "by best", "95 %", *(["compared by best", "95 %"] if is_compared else [])):
         table.add_column(name, justify="right")
     for r in results:
         medians = {name: f"{seconds * 1e3:.3g}" for name, seconds in r.medians.items()}
@@ -305,7 +298,7 @@ def times_table(results: list[Found]) -> Table:
         table.add_row(
             r.model,
             f"{r.predicted_seconds * 1e3:.3g}",
-            *(medians.get(name, "") for name in names),
+            *(medians.get(name, "") for name in runs),
             *(text for middle, (low, high) in ratios for text in (f"{middle:.2f}", f"{low:.2f}-{high:.2f}")),
         )
     return table

@@ -78,12 +78,14 @@ def traced(model: str, layers: int, batch_size: int) -> tuple[Traced, float]:
     return trace(step, (state, batch), {}, donate_argnums=(0,)), time.perf_counter() - start
 
 
-def planned(along: str, size: int, program: tuple[Traced, float], cluster: str, axes: int, first: bool = False) -> Row:
-    """A program planned on every mesh of a cluster, or on the squarest alone."""
+def planned(
+    along: str, size: int, program: tuple[Traced, float], cluster: str, axes: int, *, squarest: bool = False
+) -> Row:
+    """A program planned on every mesh of a cluster with at most so many axes, or on the `squarest` mesh alone."""
     traced, trace_seconds = program
     described = parse_cluster(cluster)
     meshes = layouts(described, described.n_devices, axes)
-    meshes = [min(meshes, key=lambda mesh: max(mesh.sizes))] if first else meshes
+    meshes = [min(meshes, key=lambda mesh: max(mesh.sizes))] if squarest else meshes
     start = time.perf_counter()
     step = Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
     plan = cheapest_plan("auto", MeshProblems(step=step), meshes, Auto().solver)
@@ -101,7 +103,7 @@ def planned(along: str, size: int, program: tuple[Traced, float], cluster: str, 
 def by_layers(args: argparse.Namespace) -> Iterator[Row]:
     """One mesh of 64 devices, more layers."""
     for layers in LAYERS:
-        yield planned("layers", layers, traced(args.model, layers, 64), f"8x8:{args.kind}", 2, first=True)
+        yield planned("layers", layers, traced(args.model, layers, 64), f"8x8:{args.kind}", 2, squarest=True)
 
 
 def by_devices(args: argparse.Namespace) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autopar.tools.plot import blank
 from benchmarks.console import stdout
+from benchmarks.lists import names
 from benchmarks.published import report
 from benchmarks.published.planned import Configuration
 from benchmarks.published.rows import Result, Row
@@ -33,7 +34,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "peak memory, precision and recall of out-of-memory. Rows that cannot be expressed are listed with the reason.",
         epilog="example: python -m benchmarks.published --source megatron-sc21,zero-bubble --limit 0 --plot errors.png",
     )
-    parser.add_argument("--source", type=sources, default=NAMES, metavar="A,B", help=f"of {', '.join(NAMES)}")
+    parser.add_argument(
+        "--source", type=names("source", NAMES), default=NAMES, metavar="A,B", help=f"of {', '.join(NAMES)}"
+    )
     parser.add_argument("--row", metavar="TEXT", help="only rows whose name has this in it, however many")
     parser.add_argument(
         "--data",
@@ -55,14 +58,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted against measured as .png or .svg")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
-
-
-def sources(text: str) -> tuple[str, ...]:
-    """The sources that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"no source is called {unknown[0]!r}; there are {', '.join(NAMES)}")
-    return names
 
 
 def chosen_rows(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
@@ -95,7 +90,7 @@ def show(results: Sequence[Result], args: argparse.Namespace, console: Console) 
         for question in dict.fromkeys(r.row.question for r in results if r.answer):
             if isinstance(question, Configuration):
                 console.print(str(question.plan()), markup=False, highlight=False)
-    for line in report.unanswered(results, args.names):
+    for line in report.unanswered(results, every_name=args.names):
         console.print(f"no prediction: {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(*report.summaries(results))
     console.print(

@@ -90,7 +90,7 @@ def _plan(config: Configuration) -> AnyPlan:
     with without_gc():
         return (
             planner(config)
-            .plan(step(config.job, count, stages, _is_cut_by_layer(config)), config.cluster, PlanOptions())
+            .plan(step(config.job, count, stages, by_layer=_is_cut_by_layer(config)), config.cluster, PlanOptions())
             .plan
         )
 
@@ -125,14 +125,14 @@ def traced(job: Job) -> Traced:
 
 
 @lru_cache(maxsize=2)
-def step(job: Job, count: int, stages: int, by_work: bool) -> Step:
-    """The job's train step in microbatches, its loop over layers in as many chunks as there are stages, or layers.
+def step(job: Job, microbatches: int, stages: int, *, by_layer: bool) -> Step:
+    """The job's train step in microbatches, its loop over layers in a chunk a stage or, `by_layer`, in a chunk a layer.
 
     Gradients in half precision are rounded once a microbatch, which is not exactly the step; the sources do so too.
     """
     written = step_of(traced(job), jax.tree.leaves(shapes(job)), coupling="independent")
-    chunked = job.config.layers if by_work else stages
-    return written.variant(Variant(microbatches=count, stages=chunked if stages > 1 else 0))
+    chunks = job.config.layers if by_layer else stages
+    return written.variant(Variant(microbatches=microbatches, stages=chunks if stages > 1 else 0))
 
 
 def shapes(job: Job) -> tuple[Any, Any]:

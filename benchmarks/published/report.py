@@ -23,15 +23,15 @@ def summaries(results: Sequence[Result]) -> list[Table]:
         True: "time, fitted rows: numbers of the library or of machines come from these",
         False: "time, judged rows",
     }
-    tables = [_scores(results, fitted, title, TIME) for fitted, title in words.items()]
-    tables.append(_scores(results, False, "memory of a device, judged rows", MEMORY))
+    tables = [_scores(results, title, TIME, fitted=fitted) for fitted, title in words.items()]
+    tables.append(_scores(results, "memory of a device, judged rows", MEMORY, fitted=False))
     return [table for table in tables if table.row_count]
 
 
 def _scores(
-    results: Sequence[Result], fitted: bool, title: str, columns: Mapping[str, Callable[[Score], str]]
+    results: Sequence[Result], title: str, columns: Mapping[str, Callable[[Score], str]], *, fitted: bool
 ) -> Table:
-    """A source a row; those with nothing to say are left out."""
+    """A source a row, scored on its fitted rows or on its judged ones; sources without such rows are left out."""
     shown = Table(title=title, title_justify="left", padding=(0, 0))
     shown.add_column("source", no_wrap=True)
     for name in columns:
@@ -132,15 +132,15 @@ def orders_table(results: Sequence[Result]) -> Table:
     return shown
 
 
-def unanswered(results: Sequence[Result], names: bool) -> list[str]:
-    """A line for each source and reason why rows have no prediction, with their `names`, or with a few of them."""
+def unanswered(results: Sequence[Result], *, every_name: bool) -> list[str]:
+    """A line for each source and reason why rows have no prediction, with `FEW` of their names, or with every name."""
     groups: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.answer is None:
             groups.setdefault((result.row.source, result.why), []).append(result.row.name)
     lines: list[str] = []
     for (source, why), group in groups.items():
-        some = group if names else group[:FEW]
+        some = group if every_name else group[:FEW]
         more = f"; and {len(group) - len(some)} more" if len(group) > len(some) else ""
         lines.append(f"{source}, {len(group)} rows: {why} ({'; '.join(some)}{more})")
     return lines
