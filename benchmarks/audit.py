@@ -34,7 +34,7 @@ from autopar.frontend import Traced
 from benchmarks.causes import Program, Sent
 from benchmarks.console import stdout
 from benchmarks.experts import Experts, seconds_with_experts
-from benchmarks.lists import names, words
+from benchmarks.lists import names, some_of, words
 from benchmarks.searched import best_of, judge_any
 from benchmarks.textbook import judge
 from benchmarks.trainings import MODELS, make_state, make_step
@@ -134,7 +134,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog="example: python -m benchmarks.audit --model gpt --cluster 8:a100-80g --planner dp,zero3 --causes",
     )
     parser.add_argument(
-        "--model", default=tuple(MODELS), type=names("model", MODELS), metavar="A,B", help="(default: all)"
+        "--model", default=tuple(MODELS), type=names("model", MODELS), metavar="A,B", help=some_of(MODELS)
     )
     parser.add_argument(
         "--cluster", default=CLUSTERS, type=words, metavar="A,B", help=f"(default: {','.join(CLUSTERS)})"

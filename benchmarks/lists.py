@@ -14,6 +14,11 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in words(text))
 
 
+def some_of(choices: Collection[str]) -> str:
+    """The help of an option that takes some of these names, by default all."""
+    return f"some of {', '.join(choices)} (default: all)"
+
+
 def names(kind: str, choices: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     """A parser of `A,B` that raises ArgumentTypeError, with the `kind` of thing and all `choices`, for another name."""
 

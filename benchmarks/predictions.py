@@ -41,7 +41,7 @@ PLANNERS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The promise of a plan for one step on one device, beside what was measured; `spread` are the quartiles."""
+    """A plan's step seconds and peak bytes of a device, predicted and measured; `spread` has the outer quartiles."""
 
     planner: str
     mesh: str
@@ -53,12 +53,12 @@ class Prediction:
 
     @property
     def seconds_ratio(self) -> float:
-        """Predicted by measured."""
+        """Predicted seconds divided by measured ones."""
         return self.predicted_seconds / self.measured_seconds
 
     @property
     def nbytes_ratio(self) -> float:
-        """Predicted by measured."""
+        """Predicted bytes divided by measured ones."""
         return self.predicted_nbytes / self.measured_nbytes
 
 
@@ -111,11 +111,11 @@ def measure(planner: str, config: gpt.Config, batch_size: int, steps: int) -> Pr
 
 
 def table(rows: list[Prediction]) -> Table:
-    """One planner a row; ratios are predicted by measured."""
+    """One planner a row; ratios are predicted / measured."""
     shown = Table(title="one step, one device: predicted and measured", title_justify="left", padding=(0, 0))
     shown.add_column("planner", no_wrap=True)
     shown.add_column("mesh", no_wrap=True)
-    for name in ("step", "measured", "quartiles", "ratio", "peak", "measured", "ratio"):
+    for name in ("predicted step", "measured", "quartiles", "ratio", "predicted peak", "measured", "ratio"):
         shown.add_column(name, justify="right", no_wrap=True)
     for p in rows:
         low, high = p.spread
@@ -134,7 +134,7 @@ def table(rows: list[Prediction]) -> Table:
 
 
 def ordered_pairs(rows: list[Prediction], key: Callable[[Prediction], tuple[float, float]]) -> str:
-    """The number of pairs of planners that the predictions put in the measured order."""
+    """The number of pairs of planners that are predicted in their measured order, of all, by (predicted, measured)."""
     pairs = [(key(a), key(b)) for i, a in enumerate(rows) for b in rows[:i]]
     right = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 or a[0] == b[0] for a, b in pairs)
     return f"{right} of {len(pairs)} pairs"
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table(rows))
     console.print(
         f"GPT tiny with {args.layers} layers, batch {args.batch} sequences, median of {args.steps} steps; ratio: "
-        f"predicted by measured. {DEVICES} virtual devices share {os.cpu_count()} cores."
+        f"predicted / measured. {DEVICES} virtual devices share {os.cpu_count()} cores."
     )
     if len(rows) > 1:
         console.print(

@@ -26,7 +26,7 @@ from autopar.checks import hlo, verify
 from benchmarks.baselines import baselines, sharded
 from benchmarks.console import stdout
 from benchmarks.equality import difference, mesh_text
-from benchmarks.lists import names
+from benchmarks.lists import names, some_of
 from benchmarks.one_device import Runner
 from benchmarks.timing import TURN, WARM_UP, interleaved, ratio
 from benchmarks.trainings import MODELS, QUICK, Training
@@ -143,7 +143,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=tuple(MODELS),
         type=names("model", MODELS),
         metavar="A,B",
-        help=f"some of {', '.join(MODELS)} (default: all)",
+        help=some_of(MODELS),
     )
     parser.add_argument(
         "--rounds", "--pairs", default=20, type=int, metavar="N", help="of steps (default: %(default)s)"

@@ -37,31 +37,35 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--source", type=names("source", NAMES), default=NAMES, metavar="A,B", help=f"of {', '.join(NAMES)}"
     )
-    parser.add_argument("--row", metavar="TEXT", help="only rows whose name has this in it, however many")
+    parser.add_argument("--row", metavar="TEXT", help="only rows whose name contains TEXT, whatever --limit says")
     parser.add_argument(
         "--data",
         type=Path,
         action="append",
         metavar="DIR",
-        help="a folder of CSV files, known by their columns, in place of benchmarks/published/data; again for more",
+        help="a folder of CSV files, each recognised by its columns, in place of benchmarks/published/data; again for "
+        "more",
     )
     parser.add_argument(
         "--limit",
         type=int,
         default=LIMIT,
         metavar="N",
-        help="rows asked of each source, evenly spread, 0 for all (default: %(default)s, minutes; all: an hour)",
+        help="rows that are predicted of each source, evenly spread; 0 for all (default: %(default)s, which takes "
+        "minutes; all take an hour)",
     )
     parser.add_argument("--summary", action="store_true", help="leave out the tables of rows and sweeps")
-    parser.add_argument("--plans", action="store_true", help="print the plans of the rows, too")
-    parser.add_argument("--names", action="store_true", help="name every row that has no prediction, not just a few")
+    parser.add_argument("--plans", action="store_true", help="also print the plans of the rows")
+    parser.add_argument(
+        "--names", action="store_true", help="name every row without a prediction (default: a few for each reason)"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted against measured as .png or .svg")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
 
 
 def chosen_rows(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
-    """The rows that the command line asks for; those named by text come with the rows that they are relative to."""
+    """The rows that the command line asks for, with the rows that their throughput is relative to."""
     rows = [row for row in rows if row.source in args.source]
     if args.row is None:
         return spread(rows, args.limit)
@@ -95,7 +99,8 @@ def show(results: Sequence[Result], args: argparse.Namespace, console: Console) 
     console.print(*report.summaries(results))
     console.print(
         "error, bias: mean absolute and mean error of predictions, as shares of what was measured; tau, regret: means "
-        "over sweeps; exact: printed figures that are met within their rounding; out-of-memory: predicted of all",
+        "over sweeps; exact: printed figures that are met within their rounding; out-of-memory: rows that ran out and "
+        "were predicted to, of all that ran out",
         highlight=False,
     )
 
@@ -121,9 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     else:
         show(results, args, console)
         for path in unread:
-            console.print(f"not read, its columns are of no source: {path}", soft_wrap=True)
+            console.print(f"not read, as its columns are those of no source: {path}", soft_wrap=True)
         if left_out:
-            console.print(f"{left_out} rows left out: --limit 0 asks them all")
+            console.print(f"{left_out} rows left out: --limit 0 predicts them all")
     if args.plot:
         report.draw(results, args.plot)
     return 0

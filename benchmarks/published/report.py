@@ -84,16 +84,16 @@ def _signed(value: float | None) -> str:
 
 
 def rows_table(source: str, results: Sequence[Result]) -> Table:
-    """Each asked row of a source: predicted and measured."""
+    """The rows of a source that have a prediction: step seconds and peak bytes, predicted and measured."""
     shown = Table(title=source, title_justify="left", padding=(0, 0))
     shown.add_column("row")
-    for name in ("predicted", "measured", "error", "peak", "measured", "error", "fits"):
+    for name in ("predicted step", "measured", "error", "predicted peak", "measured", "error", "predicted to fit"):
         shown.add_column(name, justify="right", no_wrap=True)
     for result in results:
         row, answer = result.row, result.answer
         if answer is None:
             continue
-        fits = "" if row.out_of_memory is None else _fate(answer, row)
+        fits = "" if row.out_of_memory is None else _fitting(answer, row)
         times = _pair(answer.seconds, row.seconds, result.seconds_ratio, _times if row.base else quantities.seconds)
         memory = _pair(answer.nbytes, row.nbytes, result.nbytes_ratio, quantities.nbytes)
         style = "red" if row.rounding and not is_met(result) else None
@@ -113,10 +113,10 @@ def _pair(
     return first, second, _signed(None if ratio is None else ratio - 1)
 
 
-def _fate(answer: Answer, row: Row) -> str:
-    """Words for a row that fits or does not, as predicted and as it was."""
+def _fitting(answer: Answer, row: Row) -> str:
+    """Words for whether a row fits memory, as predicted and as it was."""
     predicted = {True: "no", False: "yes", None: "?"}[answer.is_out_of_memory]
-    return f"{predicted}, was {'no' if row.out_of_memory else 'yes'}"
+    return f"{predicted}, and {'did not' if row.out_of_memory else 'did'}"
 
 
 def orders_table(results: Sequence[Result]) -> Table:
@@ -147,7 +147,7 @@ def unanswered(results: Sequence[Result], *, every_name: bool) -> list[str]:
 
 
 def to_json(results: Sequence[Result], left_out: int, unread: Sequence[Path]) -> Mapping[str, object]:
-    """Everything that the tables say, and more."""
+    """All rows, with measurements and predictions, and all scores, as plain data."""
     return {
         "rows": [_json_row(result) for result in results],
         "scores": {
