@@ -33,12 +33,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.buckets",
         description="Reduce small gradients over virtual CPU devices one by one, and side by side as one array.",
     )
-    parser.add_argument("--devices", type=int, default=8, metavar="N")
-    parser.add_argument("--gradients", type=int, default=48, metavar="N", help="tensors that are reduced")
+    shown = "(default: %(default)s)"
+    parser.add_argument("--devices", type=int, default=8, metavar="N", help=f"virtual CPUs {shown}")
+    parser.add_argument("--gradients", type=int, default=48, metavar="N", help=f"tensors that are reduced {shown}")
     parser.add_argument(
-        "--elements", type=whole_numbers, default=(64, 1024, 16384, 131072), metavar="A,B", help="of each"
+        "--elements", type=whole_numbers, default=(64, 1024, 16384, 131072), metavar="A,B", help=f"of each {shown}"
     )
-    parser.add_argument("--runs", type=int, default=40, metavar="N", help="pairs of runs, one of each in turn")
+    parser.add_argument("--runs", type=int, default=40, metavar="N", help=f"pairs of runs, in turn {shown}")
     return parser.parse_args(argv)
 
 
@@ -77,7 +78,7 @@ def seconds(program: Any, gradients: Sequence[jax.Array]) -> float:
 
 
 def row(elements: int, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """The cells of gradients of one size: instructions, equality, times and the median ratio of pairs."""
+    """The cells of gradients of one size: all-reduces, equality, median times and the median ratio of pairs."""
     draw = np.random.default_rng(0).normal
     lay = partial(jax.device_put, device=jax.sharding.NamedSharding(mesh, P("x")))
     gradients = [lay(draw(size=(args.devices, elements)).astype("float32")) for _ in range(args.gradients)]
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = jax.make_mesh((args.devices,), ("x",))
     shown = Table(title=f"{args.gradients} gradients on {args.devices} devices", title_justify="left")
-    for name in ("elements", "all-reduces", "side by side", "equal", "one by one", "side by side", "ratio"):
+    for name in ("elements", "all-reduces", "as one array", "equal", "time one by one", "as one array", "ratio"):
         shown.add_column(name, justify="right")
     rows = [row(elements, args, mesh) for elements in args.elements]
     for cells in rows:

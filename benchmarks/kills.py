@@ -86,11 +86,11 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A training: its exit status and seconds, the step that each start resumed `froms`, digests of its parameters."""
+    """A training: exit status and seconds, the steps `resumed_at` that its starts went on from, parameters' digests."""
 
     status: int
     seconds: float
-    froms: tuple[int, ...]
+    resumed_at: tuple[int, ...]
     parameters: frozenset[str]
 
 
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outc
     watchdog = threading.Timer(options.timeout * (1 + len(kills)), process.kill)
     watchdog.start()
     pids: dict[int, int] = {}
-    froms: list[int] = []
+    resumed_at: list[int] = []
     parameters: set[str] = set()
     waiting = list(kills)
     begun: list[Kill] = []
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outc
             pids[sender], steps[sender], starts[sender] = int(rest), 0, starts.get(sender, 0) + 1
             finished.discard(sender)
         elif kind == "from" and sender == 0:
-            froms.append(int(rest))
+            resumed_at.append(int(rest))
         elif kind == "parameters":
             finished.add(sender)
             parameters.add(f"{sender if options.planner.startswith('Pipeline') else 0}: {rest}")
@@ -139,7 +139,7 @@ def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outc
     status = process.wait()
     watchdog.cancel()
     seconds = time.monotonic() - start
-    return Outcome(status=status, seconds=seconds, froms=tuple(froms), parameters=frozenset(parameters))
+    return Outcome(status=status, seconds=seconds, resumed_at=tuple(resumed_at), parameters=frozenset(parameters))
 
 
 def _started(options: argparse.Namespace, kills: int, folder: str) -> subprocess.Popen[str]:
@@ -202,9 +202,9 @@ def main() -> int:
                 count += 1
         same = outcome.parameters == expected.parameters and bool(outcome.parameters)
         good &= same and outcome.status == 0
-        froms = ", ".join(map(str, outcome.froms))
+        resumed_at = ", ".join(map(str, outcome.resumed_at))
         end = f"status {outcome.status}, bit-equal {same}"
-        print(f"  {outcome.seconds:.0f} s, started from {froms}: {end}", flush=True)
+        print(f"  {outcome.seconds:.0f} s, started from {resumed_at}: {end}", flush=True)
     print(f"{count} kills: " + ("all have finished, with the same parameters" if good else "FAILED"))
     return 0 if good and count else 1
 

@@ -1,8 +1,8 @@
-"""Layers in a loop as they are written and with less kept: `python -m benchmarks.scanned_layers --help`.
+"""Times of steps whose layers are a loop, by what is kept for the backward pass: `python -m benchmarks.scanned_layers`.
 
-A loop over layers writes what its iterations keep for the backward pass into stacks, and the backward pass reads it
-there. Here that is set against computing it again: by the clock of one CPU device in turn, by the plan for one device
-of an accelerator, and by that accelerator's own compiler, which is asked for an estimate.
+A loop over layers writes what its iterations keep for the backward pass into stacked arrays, which the backward pass
+reads. This script compares that with recomputation: in measured seconds of one CPU device, and with `--targets` in the
+estimates of accelerators' compilers, each beside what the plan predicts.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def lstm(width: int = 256, tokens: int = 64, batch: int = 32) -> Training:
 
 
 def measured(training: Training, rounds: int) -> list[tuple[str, ...]]:
-    """A row for each form: its predicted and measured seconds, and their ratio to the step as it is written."""
+    """A row for each choice of what is kept: predicted and measured seconds, and the latter's ratio to keeping all."""
     forms = {kept: _lowered(training, kept, devices=jax.devices()[:1]) for kept in KEPT}
     compiled = {kept: form.compile() for kept, form in forms.items()}
     runners = {kept: Runner(step, training.state, training.batch) for kept, step in compiled.items()}
@@ -105,7 +105,7 @@ def measured(training: Training, rounds: int) -> list[tuple[str, ...]]:
 
 
 def estimated(training: Training, target: str) -> list[tuple[str, ...]]:
-    """A row for each form: its predicted seconds, its compiler's, and their ratio to the step as it is written."""
+    """A row for each choice of what is kept: predicted seconds, the compiler's, and their ratio to keeping all."""
     options = None if target.startswith("tpu-") else dict(GPU_OPTIONS)
     devices, cluster = topology(f"8:{target}")[:1], f"1:{target}"
     rows, first = list[tuple[str, ...]](), 0.0
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for target in ("", *args.targets):
             source = "measured" if not target else f"by the compiler of {target}"
             shown = Table(title=f"{name}, {source}", title_justify="left")
-            for heading in ("kept", "predicted", source, "by everything"):
+            for heading in ("kept", "predicted", source, "/ everything kept"):
                 shown.add_column(heading, justify="left" if heading == "kept" else "right")
             for row in estimated(training, target) if target else measured(training, args.rounds):
                 shown.add_row(*row)

@@ -1,7 +1,8 @@
-"""Small problems with their equal nodes tied and apart: `python -m benchmarks.tying --help`.
+"""Answers, bounds and seconds of small problems, with equal nodes tied and apart: `python -m benchmarks.tying --help`.
 
-What `SolverOptions(untied=...)` goes by: from which size on tying saves more time than its answers and bounds lose.
-Both ways end where the relaxation is solved, rounded and bounded; what closes the gap then is the same.
+`SolverOptions(untied=...)` is the size from which on equal nodes are tied: where that saves more time than its answers
+and bounds lose. Both ways are compared after the relaxation is solved, rounded and bounded, as what closes the gap
+after that is the same.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         pairs(args.seed, range(args.first, args.first + args.count), args.cluster), key=lambda pair: -pair.edges
     )
     table = Table("network", title="equal nodes tied and apart", title_justify="left", padding=(0, 0))
-    for name in ("edges", "tied", "apart", "dearer", "lower"):
+    for name in ("edges", "tied, CPU", "apart, CPU", "tied costs more", "bound lower by"):
         table.add_column(name, justify="right", no_wrap=True)
     for pair in every_pair:
         seconds = (f"{cpu:.2f} s" for cpu in (pair.tied_cpu, pair.apart_cpu))

@@ -60,12 +60,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         epilog="example: python -m benchmarks.planning growth --along devices --plot growth.png",
     )
     names = tuple(SERIES)
-    parser.add_argument("--along", choices=names, action="append", help="again for more (default: all)")
+    parser.add_argument("--along", choices=names, action="append", help="what grows; again for more (default: all)")
     parser.add_argument("--model", default="gpt-1.3b", choices=one_mesh.LAYERED, help="(default: %(default)s)")
     parser.add_argument("--kind", default="a100-80g", help="of device (default: %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves as .png or .svg")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    parser.add_argument("--strict", action="store_true", help="a missed target is an error")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a target is missed")
     return parser.parse_args(argv)
 
 
@@ -140,7 +140,7 @@ def misses(rows: Sequence[Row]) -> Iterator[str]:
 def table(rows: Sequence[Row], model: str) -> Table:
     """All rows, each with how much longer it took than the one before."""
     table = Table(title=f"Planning {model}", title_justify="left")
-    for heading in ("along", "size", "operators", "meshes", "trace", "after tracing", "in all", "times", "gap"):
+    for heading in ("along", "size", "operators", "meshes", "trace", "after tracing", "in all", "/ row before", "gap"):
         table.add_column(heading, justify="left" if heading == "along" else "right")
     previous: Row | None = None
     for row in rows:

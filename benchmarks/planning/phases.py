@@ -1,4 +1,4 @@
-"""The phases of planning one GPT, the size of its problem and what is found: `python -m benchmarks.planning --help`."""
+"""Seconds of the phases of planning a GPT, and figures of the plan: `python -m benchmarks.planning --help`."""
 
 import argparse
 import json
@@ -128,9 +128,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed command line."""
     parser = _parser()
     args = parser.parse_args(argv)
-    strange = [name for name in args.model or () if name in one_mesh.MODELS]
-    if strange and not (args.mesh or args.pipeline):
-        parser.error(f"--model {strange[0]} is planned for one mesh or in stages: add --mesh 8x8 or --pipeline")
+    of_one_mesh = [name for name in args.model or () if name in one_mesh.MODELS]
+    if of_one_mesh and not (args.mesh or args.pipeline):
+        parser.error(f"--model {of_one_mesh[0]} is planned for one mesh or in stages: add --mesh 8x8 or --pipeline")
     deep = [name for name in args.model or () if name not in (*gpt.PRESETS, *one_mesh.LAYERED)]
     if deep and args.layers:
         parser.error(f"--layers: the depth of {deep[0]} is part of what it is; leave it out, or take another model")
@@ -228,7 +228,7 @@ def tables(planned: Planned) -> list[Table]:
         times.add_row(phase, quantities.seconds(seconds), quantities.share(seconds, planned.total))
     times.add_section()
     times.add_row("total", quantities.seconds(planned.total), "")
-    times.add_row("of it CPU", quantities.seconds(planned.cpu), quantities.share(planned.cpu, planned.total))
+    times.add_row("CPU of total", quantities.seconds(planned.cpu), quantities.share(planned.cpu, planned.total))
     details = Table(show_header=False)
     details.add_row("planner", planned.planner)
     for name, number in planned.sizes.items():

@@ -20,11 +20,11 @@ FEW = 3
 def summaries(results: Sequence[Result]) -> list[Table]:
     """The scores of each source: of time, fitted and judged rows apart, and of memory."""
     words = {
-        True: "time, fitted rows: numbers of the library or of machines come from these",
-        False: "time, judged rows",
+        True: "time, fitted rows: numbers of autopar or of clusters come from them",
+        False: "time, judged rows: no number comes from them",
     }
     tables = [_scores(results, title, TIME, fitted=fitted) for fitted, title in words.items()]
-    tables.append(_scores(results, "memory of a device, judged rows", MEMORY, fitted=False))
+    tables.append(_scores(results, "peak memory of a device, judged rows", MEMORY, fitted=False))
     return [table for table in tables if table.row_count]
 
 
@@ -87,7 +87,7 @@ def rows_table(source: str, results: Sequence[Result]) -> Table:
     """The rows of a source that have a prediction: step seconds and peak bytes, predicted and measured."""
     shown = Table(title=source, title_justify="left", padding=(0, 0))
     shown.add_column("row")
-    for name in ("predicted step", "measured", "error", "predicted peak", "measured", "error", "predicted to fit"):
+    for name in ("predicted time", "measured", "error", "predicted peak", "measured", "error", "predicted to fit"):
         shown.add_column(name, justify="right", no_wrap=True)
     for result in results:
         row, answer = result.row, result.answer
@@ -187,7 +187,7 @@ def _json_row(result: Result) -> dict[str, object]:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Predicted against measured, seconds and bytes, a colour a source. Raises PlanningError without matplotlib."""
+    """Draws measured and predicted seconds and bytes, a colour a source. Raises PlanningError without matplotlib."""
     figure = blank(path)
     figure.set_size_inches(12, 6)
     panels = figure.subplots(1, 2)

@@ -171,7 +171,7 @@ def _table_4(fields: Fields, times: Fields | None) -> Iterator[Row]:
         is_choice=True,
     )
     known, configuration = fields["schedule"] in NAMES, _configuration(fields)
-    missing = f"the library has no schedule {fields['schedule']}"
+    missing = f"autopar has no schedule {fields['schedule']}"
     if configuration is None:
         yield replace(row, why=f"no device of the table is called {fields['gpu']!r}")
     else:
@@ -234,7 +234,7 @@ def _table_5(fields: Fields, times: Fields | None) -> Row:
     rate = number(fields, "bubble_rate") or 0.0
     row = Row(source="zero-bubble-rates", sweep=fields["schedule"], name=_name(fields))
     if fields["schedule"] not in NAMES:
-        return replace(row, why=f"the library has no schedule {fields['schedule']}")
+        return replace(row, why=f"autopar has no schedule {fields['schedule']}")
     if times is None:
         return replace(row, why="no times are given for it")
     ideal = _ideal_seconds(fields, times)

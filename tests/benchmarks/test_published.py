@@ -364,7 +364,7 @@ def test_the_command_line_prints_tables_and_reasons(capsys: pytest.CaptureFixtur
     picture = tmp_path / "errors.svg"
     assert main(["--source", "zero-bubble-times", "--row", "1.5B p8 m24", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "the library has no schedule ZB-2p (1.5B p8 m24 ZB-2p)" in printed
+    assert "autopar has no schedule ZB-2p (1.5B p8 m24 ZB-2p)" in printed
     assert "tau" in printed
     assert picture.stat().st_size > 0
 
