@@ -1,6 +1,6 @@
 """Steps, bytes and seconds of textbook all-reduces, written out in permutes: `python -m benchmarks.allreduce --help`.
 
-Each algorithm is a `shard_map` program over virtual CPU devices. What its compiled HLO sends is held against the costs
+Each algorithm is a `shard_map` program over virtual CPU devices. What its compiled HLO sends is compared with the costs
 that are printed for it (allreduce_costs.csv), its sum against `psum`, its time beside that of `psum`. With N workers
 that hold M numbers each:
 

@@ -76,8 +76,8 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         "--planner",
         default="auto",
         choices=PLANNERS,
-        help="who chooses it: autopar's search (auto), a hand-made plan (dp, megatron, zero3, and the pipelines "
-        "gpipe and 1f1b), or nobody (jit: plain jax.jit on one device, the baseline) (default: %(default)s)",
+        help="autopar's search (auto), a hand-made plan (dp, megatron, zero3, and the pipelines gpipe and 1f1b) or "
+        "none (jit: plain jax.jit on one device, the baseline) (default: %(default)s)",
     )
     parallelism.add_argument(
         "--devices", **NUMBER, help="virtual devices to make on a CPU (default: 8, or 1 with jit); others are all used"

@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--lost-seconds", type=float, default=8, help=f"of silence, then a process is lost {shown}")
     parser.add_argument("--timeout", type=float, default=240, help=f"seconds of a start, then it hangs {shown}")
     parser.add_argument("--large", action="store_true", help="send all arrays over the connections of large ones")
-    parser.add_argument("--seed", type=int, default=0, help=f"of what is drawn {shown}")
+    parser.add_argument("--seed", type=int, default=0, help=f"of the disturbances {shown}")
     parser.add_argument("--verbose", action="store_true", help="also print what the trainings print")
     options = parser.parse_args()
     draw, good, count = random.Random(options.seed), True, 0

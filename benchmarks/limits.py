@@ -29,7 +29,7 @@ from passes.text import quantities
 CLUSTERS = ("8:a100-80g", "2x4:v100-16g")
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 ROOM = 1.02
-"""What is allowed to a plan that is known to fit, as a multiple of what that needs: nothing has to be met exactly."""
+"""The limit within which a plan is known, as a multiple of the bytes of that plan: none has to be met exactly."""
 SAME = 1e-6
 """The relative difference of seconds that rounding makes."""
 
@@ -60,9 +60,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.limits",
         description="Plan random networks without a memory limit, within shares of what that plan needs, and within "
-        "what plans by hand need. Prints steps as multiples of the one without a limit, and the processor time of "
-        "planning. Names every plan that is slower than one found within less, or than one by hand that keeps its "
-        "limit, and every refusal of what is known to fit; exits with 1 if there are any.",
+        "what hand-made plans need. Prints steps as multiples of the one without a limit, and the processor time of "
+        "planning. Names every plan that is slower than one within a smaller limit, or than a hand-made one that keeps "
+        "its limit, and every limit that is refused though a plan keeps it; exits with 1 if there are any.",
         epilog="example: python -m benchmarks.limits --seed 3 --count 5 --clusters 8:a100-80g --shares 0.3,0.6",
     )
     add_arguments(parser, 10, CLUSTERS)

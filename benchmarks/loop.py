@@ -66,8 +66,8 @@ def parser(name: str, description: str, *, batch: int, learning_rate: float) -> 
         default="auto",
         type=planner,
         metavar="auto|dp|zero3|megatron:DxT|gpipe|1f1b",
-        help="who plans: autopar's search, or by hand; megatron cuts the batch over D devices, matrices over T; gpipe "
-        "and 1f1b make a pipeline (default: %(default)s)",
+        help="autopar's search (auto), or a hand-made plan; megatron cuts the batch over D devices, matrices over T; "
+        "gpipe and 1f1b make a pipeline (default: %(default)s)",
     )
     add_pipeline(parser)
     parser.add_argument(

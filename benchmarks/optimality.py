@@ -1,4 +1,4 @@
-"""Plans of random networks beside a proof of what is best: `python -m benchmarks.optimality --help`.
+"""Plans of random networks beside proofs of the optimum: `python -m benchmarks.optimality --help`.
 
 A plan states a gap: how far above the optimum of the cost model it may be at most. Each network is planned by default,
 then the same problems are solved in other ways (`benchmarks.proof`). An answer below the bound that a plan states shows

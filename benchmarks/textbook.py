@@ -34,8 +34,8 @@ come out the same everywhere.
 With sequence parallelism, all-reduces are a scatter and a gather, with the norms on a device's own part of the sequence
 between them: the same bytes, but a gather more of every X that is not kept whole (in the backward pass, and in what is
 recomputed), and the gradients of what is whole are summed over `tensor` too. A plan that gathers activations over
-`tensor` is held against this, one that does not against the former; what counts is the time, or the bytes on the wire,
-of all that goes over the axis.
+`tensor` is compared with these, any other with the former; it goes beyond them where all that it sends over the axis
+takes more time and more bytes on the wire.
 
 Reference: Rajbhandari et al., "ZeRO" (SC 2020), sections 5 and 7; Shoeybi et al., "Megatron-LM" (2019), section 3;
 Korthikanti et al. (2205.05198), section 4, for a gather and a scatter in the place of an all-reduce.
@@ -58,7 +58,7 @@ from passes.rules import rule_of
 from passes.text import quantities
 
 CASTS = frozenset({"convert_element_type", "add_any"})
-"""What is done to the summands of a gradient, each a kernel of its own in the plan's prices."""
+"""The operators on a gradient's summands, each of which the cost model prices as a kernel of its own."""
 
 EARLY = "reduced before it is added to what is reduced too: one reduction of the sum would do"
 

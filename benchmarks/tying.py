@@ -38,7 +38,7 @@ class Pair:
     apart_cpu: float
 
     @property
-    def dearer(self) -> float:
+    def costlier(self) -> float:
         """The extra cost of the tied answer, as a share."""
         return self.tied.objective / self.apart.objective - 1
 
@@ -53,9 +53,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tying",
         description="Solve the relaxations of random networks (benchmarks.networks) with equal nodes tied and apart: "
-        "edges, seconds of CPU, how much dearer the tied answer is and how much lower its bound, largest first.",
+        "edges, seconds of CPU, how much more the tied answer costs and how much lower its bound is, largest first.",
     )
-    parser.add_argument("--seed", default=1, type=int, help="of what is drawn (default: %(default)s)")
+    parser.add_argument(
+        "--seed", default=1, type=int, metavar="N", help="of the random networks (default: %(default)s)"
+    )
     parser.add_argument("--first", default=0, type=int, metavar="N", help="number of the first network (default: 0)")
     parser.add_argument("--count", default=20, type=int, metavar="N", help="networks (default: %(default)s)")
     parser.add_argument("--cluster", default=CLUSTERS[0], metavar="A", help="(default: %(default)s)")
@@ -100,13 +102,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_column(name, justify="right", no_wrap=True)
     for pair in every_pair:
         seconds = (f"{cpu:.2f} s" for cpu in (pair.tied_cpu, pair.apart_cpu))
-        table.add_row(pair.name, str(pair.edges), *seconds, *(f"{100 * x:.2g} %" for x in (pair.dearer, pair.lower)))
+        table.add_row(pair.name, str(pair.edges), *seconds, *(f"{100 * x:.2g} %" for x in (pair.costlier, pair.lower)))
     console = stdout()
     console.print(table)
-    for name in ("tied_cpu", "apart_cpu", "dearer", "lower"):
+    for name, heading in (
+        ("tied_cpu", "tied, CPU seconds"),
+        ("apart_cpu", "apart, CPU seconds"),
+        ("costlier", "tied costs more, share"),
+        ("lower", "bound lower by, share"),
+    ):
         values = [getattr(pair, name) for pair in every_pair]
         console.print(
-            f"{name}: median {np.median(values):.3g}, 95 % {np.percentile(values, 95):.3g}, worst {max(values):.3g}"
+            f"{heading}: median {np.median(values):.3g}, 95 % {np.percentile(values, 95):.3g}, worst {max(values):.3g}"
         )
     return 0
 

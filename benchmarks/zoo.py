@@ -1,7 +1,8 @@
-"""Every model as autopar plans it on 8 CPU devices, beside plans written by hand: `python -m benchmarks.zoo --help`.
+"""Step times of every model under autopar's plan and hand-made ones, on 8 CPU devices: `python -m benchmarks.zoo
+--help`.
 
-Devices are measured first, so that a plan is chosen for what is here: virtual CPUs which share cores and a slow
-transport. Equality and the absence of unplanned collectives are bounds; step times are targets.
+The devices are measured first, so that plans are chosen for them: virtual CPUs that share cores and a slow transport.
+Equality with `jax.jit` and the absence of unplanned collectives are bounds; step times are targets.
 """
 
 import argparse
@@ -10,21 +11,19 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import autopar
 from autopar.checks import hlo, verify
 from benchmarks.baselines import baselines, sharded
-from benchmarks.console import stdout
+from benchmarks.console import progress_of_tasks, stdout
 from benchmarks.equality import difference, mesh_text
 from benchmarks.lists import names, some_of
 from benchmarks.one_device import Runner
@@ -310,23 +309,6 @@ def times_table(results: list[Found]) -> Table:
     return table
 
 
-@contextmanager
-def progress(console: Console, total: int) -> Iterator[Callable[[str], Callable[[str], None]]]:
-    """A function `begin(task)`, which ends the task before on a bar and returns a function to call with each phase."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        begun = -1
-
-        def begin(name: str) -> Callable[[str], None]:
-            nonlocal begun
-            begun += 1
-            bar.update(task, completed=begun, description=name)
-            return lambda phase: bar.update(task, description=f"{name}: {phase}")
-
-        yield begin
-
-
 def executions_table(results: list[Execution]) -> Table:
     """Both executions of each plan, one plan a row."""
     table = Table(title="the same plan, two executions: median step, ms", title_justify="left", padding=(0, 0))
@@ -363,7 +345,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     results: list[Any] = []
-    with progress(progress_console, 1 + len(EXECUTIONS if args.executions else args.models)) as begin:
+    with progress_of_tasks(progress_console, 1 + len(EXECUTIONS if args.executions else args.models)) as begin:
         cluster = args.cluster or autopar.measure(announce=begin("measuring"))
         if args.executions:
             results += [execute(name, cluster, args.rounds, begin(name)) for name in EXECUTIONS]

@@ -38,12 +38,12 @@ CASES = {
     "wide-resnet": Case(model="wide-resnet-13b", cluster="8x8:v100-16g", batch=1536, bound=60.0),
     "1t": Case(model="gpt-1t", cluster="384x8:a100-80g", batch=3072, bound=60.0),
 }
-"""What is planned, by the name that --case takes."""
+"""The cases by the name that --case takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Median seconds of a case's phases, integer programs asked for and solved, and what the plan promises.
+    """Median seconds of a case's phases, integer programs asked for and solved, the gap and the predicted step.
 
     `gap` is the largest of any stage; `rss_nbytes` the most memory that the process held.
     """

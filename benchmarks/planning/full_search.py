@@ -28,7 +28,7 @@ PHASES = {
     "partition": "partition into stages",
     "realise": "plan the stages chosen",
 }
-"""What is printed of each phase, in order."""
+"""The printed name of each phase, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ def tables(search: Searched) -> list[Table]:
     times.add_row("total", quantities.seconds(search.total), "")
     times.add_row("CPU of total", quantities.seconds(search.cpu), quantities.share(search.cpu, search.total))
     details = Table(show_header=False)
-    details.add_row("layer tables", f"{search.tables:,} asked, {search.priced:,} solved")
+    details.add_row("layer tables", f"{search.tables:,} asked for, {search.priced:,} solved")
     details.add_row("plan", f"{quantities.count(search.stages, 'stage', 'stages')}, {search.microbatches} microbatches")
     details.add_row("gap of its stages", f"{100 * search.gap:.2g} %")
     details.add_row("predicted step", quantities.seconds(search.step_seconds))

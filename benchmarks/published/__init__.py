@@ -1,4 +1,4 @@
-"""Predictions held against what papers and public repositories measured: `python -m benchmarks.published --help`.
+"""Predictions beside what papers and public repositories measured: `python -m benchmarks.published --help`.
 
 A source is a module that reads one kind of file into rows; a row has what was measured and how to predict it:
 

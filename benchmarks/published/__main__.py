@@ -1,4 +1,4 @@
-"""Predictions held against published measurements: `python -m benchmarks.published --help`."""
+"""Tables of predictions beside published measurements: `python -m benchmarks.published --help`."""
 
 from __future__ import annotations
 
