@@ -1,6 +1,6 @@
-"""All-reduce as the literature has it, written out in permutes: `python -m benchmarks.allreduce --help`.
+"""Steps, bytes and seconds of textbook all-reduces, written out in permutes: `python -m benchmarks.allreduce --help`.
 
-Each algorithm is a `shard_map` program over virtual CPU devices. What its compiled HLO sends is held against the costs
+Each algorithm is a `shard_map` program over virtual CPU devices. What its compiled HLO sends is compared with the costs
 that are printed for it (allreduce_costs.csv), its sum against `psum`, its time beside that of `psum`. With N workers
 that hold M numbers each:
 
@@ -313,7 +313,7 @@ def table(rows: Sequence[Row]) -> Table:
     """An algorithm a row."""
     shown = Table(title="all-reduce, written out in permutes", title_justify="left", padding=(0, 0))
     shown.add_column("algorithm", no_wrap=True)
-    for name in ("workers", "steps", "sent", "printed", "busiest", "time", "psum"):
+    for name in ("workers", "steps", "bytes sent", "in literature", "busiest device", "time", "psum's time"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         nbytes = (quantities.nbytes(size) for size in (row.nbytes, row.printed_nbytes, row.busiest_nbytes))

@@ -1,15 +1,15 @@
 """Every collective of every plan beside what the textbook sends: `python -m benchmarks.audit --help`.
 
-Models are planned from shapes alone, so no device is needed. `benchmarks.causes` says what each collective is for,
-`benchmarks.textbook` derives what data parallelism, ZeRO and Megatron send for the same program; what a plan sends
-beyond that, in more time and in more bytes, is unexplained, and named with its tensor, line and share of the step.
+Models are planned from shapes alone, so no device is needed. `benchmarks.causes` says what each collective is for, and
+`benchmarks.textbook` derives what data parallelism, ZeRO and Megatron send for the same program. What a plan sends
+beyond that, in more time and in more bytes, is unexplained: it is named with its tensor, line and share of the step.
 
 `Auto` mixes those parallelisms and trades sending for computing, so no textbook lists its collectives. It must keep
-what holds of all of them (a parameter is brought once in each phase, a gradient and a sum over the batch are reduced
-once, nothing is reduced that is only added to what is reduced too), and its step must take no longer than that of the
-best textbook plan: the plan by hand less whatever is unexplained in it, also with experts cut over all devices
-(`benchmarks.experts`), which no planner by hand does. What is found may come to as much as the plan
-says of itself that it may be from the best (its gap).
+what holds of all of them: a parameter is gathered once in each phase, a gradient and a sum over the batch are reduced
+once, and nothing is reduced only to be added to what is reduced too. And its step must take no longer than that of the
+best textbook plan: a hand-made plan without what is unexplained in it, also with experts cut over all devices
+(`benchmarks.experts`), which no hand-made planner does. Findings that take no longer in all than the plan's own gap
+allows are dropped.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from autopar.frontend import Traced
 from benchmarks.causes import Program, Sent
 from benchmarks.console import stdout
 from benchmarks.experts import Experts, seconds_with_experts
+from benchmarks.lists import names, some_of, words
 from benchmarks.searched import best_of, judge_any
 from benchmarks.textbook import judge
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.verdicts import Allowed, Style, Verdict, by_cause, by_phase, payload
-from benchmarks.zoo import models
 from passes.cluster import parse_cluster
 from passes.errors import PlanningError
 from passes.plan import Plan
@@ -59,7 +59,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "alexnet": {"image_size": 224, "channels": (64, 192, 384, 256, 256), "hidden": 4096, "classes": 1024},
     "dlrm": {"rows": (65536, 32768), "dense_features": 64, "bottom": (512, 64), "top": (1024, 512, 1)},
 }
-"""What is changed of a model of the zoo: sizes of real layers, which 64 devices divide, few of them."""
+"""The fields of each model's configuration that are replaced: layers as large as real ones, few of them, and sizes that
+64 devices divide."""
 
 BATCH = 128
 
@@ -81,7 +82,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One cause of a plan's collectives: what is planned and what the textbook sends."""
+    """The collectives of one cause in a step, as planned and in the textbook: tensors, bytes on a device, seconds."""
 
     role: str
     phase: str
@@ -97,7 +98,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unexplained:
-    """A collective that the textbook does not need."""
+    """A collective that the textbook does not need, or that takes `surplus_seconds` longer than in the textbook."""
 
     role: str
     tensor: str
@@ -115,7 +116,7 @@ class Unexplained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audited:
-    """A case's plan by cause, and what of it is unexplained."""
+    """A case's plan, its collectives by cause, and those that are unexplained, the longest surplus first."""
 
     case: Case
     mesh: str
@@ -132,9 +133,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "what the textbook sends. Exits with 1 if the textbook does not need some of them.",
         epilog="example: python -m benchmarks.audit --model gpt --cluster 8:a100-80g --planner dp,zero3 --causes",
     )
-    parser.add_argument("--model", default=tuple(MODELS), type=models, metavar="A,B", help="(default: all)")
     parser.add_argument(
-        "--cluster", default=CLUSTERS, type=listed, metavar="A,B", help=f"(default: {','.join(CLUSTERS)})"
+        "--model", default=tuple(MODELS), type=names("model", MODELS), metavar="A,B", help=some_of(MODELS)
+    )
+    parser.add_argument(
+        "--cluster", default=CLUSTERS, type=words, metavar="A,B", help=f"(default: {','.join(CLUSTERS)})"
     )
     parser.add_argument(
         "--planner",
@@ -144,10 +147,14 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"of {', '.join(PLANNERS)}, megatron:DATAxTENSOR (default: all; megatron as wide as a host)",
     )
     parser.add_argument(
-        "--dtype", default=DTYPES, type=listed, metavar="A,B", help="of the computation; parameters are float32"
+        "--dtype",
+        default=DTYPES,
+        type=names("dtype", DTYPES),
+        metavar="A,B",
+        help=f"of the computation; parameters are float32 (default: {','.join(DTYPES)})",
     )
     parser.add_argument("--remat", choices=("off", "on", "both"), default="both", help="(default: %(default)s)")
-    parser.add_argument("--limit", type=int, metavar="N", help="so many cases at most")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most N cases (default: all)")
     parser.add_argument(
         "--causes", action="store_true", help="print all collectives by cause, not only the unexplained"
     )
@@ -155,17 +162,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def listed(text: str) -> tuple[str, ...]:
-    """The words of a list."""
-    return tuple(text.split(","))
-
-
 def planners(text: str) -> tuple[str, ...]:
     """The planners that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    names = listed(text)
-    if unknown := [name for name in names if name.partition(":")[0] not in PLANNERS]:
-        raise argparse.ArgumentTypeError(f"no planner is called {unknown[0]!r}; there are {', '.join(PLANNERS)}")
-    return names
+    names("planner", PLANNERS)(",".join(name.partition(":")[0] for name in words(text)))
+    return words(text)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -179,7 +179,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def planner_of(name: str, cluster: str) -> Any:
-    """The planner of that name; Megatron cuts weights over the devices of a host, or over half of a lone host's."""
+    """The planner of that name; Megatron cuts weights over a host's devices, over half of them on a single host."""
     kind, _, sizes = name.partition(":")
     group = parse_cluster(cluster).group()
     if kind == "megatron":
@@ -192,14 +192,14 @@ def planner_of(name: str, cluster: str) -> Any:
 
 
 class Planned:
-    """A train step and what it is called with, and its plans, each made once."""
+    """A train step with the shapes of its arguments, and its plans by cluster and planner, each made once."""
 
     def __init__(self, step: Callable[..., Any], given: tuple[Any, ...]) -> None:
         self.step, self.given = step, given
         self.plans: dict[tuple[str, str], tuple[Traced, Plan]] = {}
 
     @classmethod
-    def of(cls, model: str, remat: bool, dtype: str) -> Self:
+    def of(cls, model: str, dtype: str, *, remat: bool) -> Self:
         """The training of a model of the zoo by AdamW, in the sizes of `SIZES`."""
         entry, optimizer = MODELS[model], optax.adamw(1e-3)
         sizes = SIZES[model.removesuffix("-scan")]
@@ -219,17 +219,17 @@ class Planned:
         return Program(graph=traced.graph, plan=plan, state_pairs=traced.state_pairs)
 
     def verdict(self, cluster: str, planner: str) -> tuple[Program, Verdict]:
-        """The verdict on a plan: what the textbook explains, and what is left."""
+        """The planned program, with the textbook's collectives and what of the plan they leave unexplained."""
         program = self.program(cluster, planner)
         if planner != "auto":
             return program, judge(program, style_of(planner, program))
-        hands: dict[str, tuple[Program, Verdict]] = {}
+        hand_made: dict[str, tuple[Program, Verdict]] = {}
         for name in PLANNERS[:-1]:
-            with suppress(PlanningError):  # what does not divide the model is no rival
-                hands[name] = self.verdict(cluster, name)
+            with suppress(PlanningError):  # a planner whose axes do not divide the model has no plan to compare with
+                hand_made[name] = self.verdict(cluster, name)
         verdict = judge_any(program)
-        rivals = {name: p.plan.step_seconds - v.waited_seconds for name, (p, v) in hands.items()}
-        for name, (p, v) in hands.items():
+        rivals = {name: p.plan.step_seconds - v.waited_seconds for name, (p, v) in hand_made.items()}
+        for name, (p, v) in hand_made.items():
             if name != "megatron" and (seconds := seconds_with_experts(p, v)) is not None:
                 rivals[f"{name} with experts"] = seconds
         best_of(program, rivals, verdict)
@@ -240,7 +240,7 @@ class Planned:
 
 
 def style_of(planner: str, program: Program) -> Style:
-    """The textbook that a planner by hand follows."""
+    """The style of the textbook that a hand-made planner follows, by its name and the axes of its mesh."""
     axes = program.mesh.axes
     return Style(
         stage=int(planner[-1]) if planner.startswith("zero") else 0,
@@ -250,7 +250,7 @@ def style_of(planner: str, program: Program) -> Style:
 
 
 def audited(case: Case, planned: Planned) -> Audited:
-    """One case. Raises PlanningError where its planner cannot plan it."""
+    """The audit of one case. Raises PlanningError where its planner cannot plan it."""
     program, verdict = planned.verdict(case.cluster, case.planner)
     plan = program.plan
     return Audited(
@@ -279,7 +279,7 @@ def audited(case: Case, planned: Planned) -> Audited:
 
 
 def lines(program: Program, allowed: Sequence[Allowed]) -> Iterator[Line]:
-    """The planned collectives by role, phase and axes, beside the textbook."""
+    """A line for each role, phase and axes: the planned collectives beside those of the textbook."""
     planned: Mapping[Any, list[Sent]] = by_cause(program.sent())
     textbook = by_phase(allowed)
     for key in sorted({*planned, *textbook}):
@@ -303,7 +303,7 @@ def causes_table(audited: Audited) -> Table:
     """A plan's collectives by cause."""
     title = f"{audited.case}: {audited.mesh}, {quantities.seconds(audited.step_seconds)}"
     table = Table("cause", "phase", "axes", "kinds", title=title, title_justify="left", padding=(0, 0))
-    for name in ("tensors", "bytes", "time", "textbook", "bytes", "time"):
+    for name in ("tensors", "bytes", "time", "textbook tensors", "bytes", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in audited.lines:
         amounts = (str(line.count), quantities.nbytes(line.nbytes), quantities.seconds(line.seconds))
@@ -328,7 +328,8 @@ def findings(audited: Audited) -> Iterator[str]:
         count, surplus = sum(line.count for line in same), sum(line.surplus_seconds for line in same)
         yield (
             f"  {count} x {kind}@{axes}, {role}, {phase}: {tensors} at {where}: {quantities.nbytes(nbytes)}, "
-            f"{quantities.seconds(surplus)} too many, {100 * (surplus / audited.step_seconds):.1f} % of the step; {why}"
+            f"{quantities.seconds(surplus)} beyond the textbook, {100 * (surplus / audited.step_seconds):.1f} % of the "
+            f"step; {why}"
         )
 
 
@@ -347,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status.update(f"{done} of {len(grid)}, {time.perf_counter() - began:.0f} s, {bad} unexplained: {case}")
             key = case.model, case.remat, case.dtype
             if known is None or known[0] != key:
-                known = key, Planned.of(*key)
+                known = key, Planned.of(case.model, case.dtype, remat=case.remat)
             try:
                 audits.append(audited(case, known[1]))
             except PlanningError as error:
@@ -369,8 +370,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         )
         return bool(bad)
-    for words, those in refused.items():
-        console.print(f"not planned: {', '.join(map(str, those))}: {words}", soft_wrap=True)
+    for reason, refused_cases in refused.items():
+        console.print(f"not planned: {', '.join(map(str, refused_cases))}: {reason}", soft_wrap=True)
     tensors = sum(len(audit.unexplained) for audit in bad)
     console.print(f"{len(audits)} plans, {len(bad)} with something unexplained, {tensors} tensors in all")
     return bool(bad)

@@ -19,7 +19,7 @@ from benchmarks.trainings import Training
 Cut = Callable[[str, tuple[int, ...]], PartitionSpec]
 
 Cuts = Mapping[str, int]
-"""The end of a path, as a pattern -> the dimension that is cut."""
+"""A pattern for the end of a parameter's path -> the dimension that is cut."""
 
 TRANSFORMER: Cuts = {
     r"qkv/kernel": 2,
@@ -43,13 +43,15 @@ MEGATRON: Mapping[str, Cuts] = {
     "transformer": TRANSFORMER,
     "moe": TRANSFORMER | {r"experts/up": 2, r"experts/down": 1},
 }
+"""The models that Megatron's cuts are written for."""
+
 EXPERTS: Cuts = {r"experts/(up|down)": 0}
 TABLES: Cuts = {r"Table_\d+/embedding": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A placement of state over a mesh of `sizes`."""
+    """A mesh of these `sizes` by axis, and a function `cut` of an array's path and shape that places it there."""
 
     sizes: Mapping[str, int]
     cut: Cut
@@ -77,25 +79,28 @@ def baselines(model: str, devices: int) -> Iterator[tuple[str, Baseline]]:
     data = {"data": devices}
     family = model.removesuffix("-scan")
     yield "dp", Baseline(sizes=data, cut=lambda path, shape: PartitionSpec())
-    yield "fsdp", Baseline(sizes=data, cut=lambda path, shape: largest(shape, "data", devices))
+    yield "fsdp", Baseline(sizes=data, cut=lambda path, shape: largest_dimension(shape, "data", devices))
     if family in MEGATRON:
         for rows in (1, 2):
             sizes = {"data": rows, "tensor": devices // rows}
-            yield f"megatron {rows}x{devices // rows}", Baseline(sizes=sizes, cut=listed(MEGATRON[family], "tensor"))
+            yield f"megatron {rows}x{devices // rows}", Baseline(sizes=sizes, cut=by_path(MEGATRON[family], "tensor"))
     if family == "moe":
-        yield "experts", Baseline(sizes=data, cut=listed(EXPERTS, "data"))
+        yield "experts", Baseline(sizes=data, cut=by_path(EXPERTS, "data"))
     if family == "dlrm":
-        yield "tables", Baseline(sizes=data, cut=listed(TABLES, "data"))
+        yield "tables", Baseline(sizes=data, cut=by_path(TABLES, "data"))
 
 
-def largest(shape: tuple[int, ...], axis: str, size: int) -> PartitionSpec:
-    """The largest dimension that `size` divides cut over `axis`; nothing if there is none."""
+def largest_dimension(shape: tuple[int, ...], axis: str, size: int) -> PartitionSpec:
+    """A spec that cuts the largest dimension that `size` divides over `axis`, or none if there is no such dimension."""
     divisible = [(n, -d) for d, n in enumerate(shape) if n % size == 0]
     return dimension(-max(divisible)[1], axis) if divisible else PartitionSpec()
 
 
-def listed(cuts: Cuts, axis: str) -> Cut:
-    """A cut of what `cuts` lists over `axis`, the rest whole; stacked layers have a dimension more in front."""
+def by_path(cuts: Cuts, axis: str) -> Cut:
+    """A function that cuts the arrays whose paths `cuts` has over `axis`, and leaves others whole.
+
+    Layers that are stacked for a loop have one dimension more in front.
+    """
 
     def cut(path: str, shape: tuple[int, ...]) -> PartitionSpec:
         matches = [d for pattern, d in cuts.items() if re.search(rf"(^|/){pattern}$", path)]
@@ -105,5 +110,5 @@ def listed(cuts: Cuts, axis: str) -> Cut:
 
 
 def dimension(number: int, axis: str) -> PartitionSpec:
-    """One dimension cut over `axis`."""
+    """A spec that cuts the dimension of this number over `axis`."""
     return PartitionSpec(*[None] * number, axis)

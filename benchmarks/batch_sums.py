@@ -1,18 +1,21 @@
-"""The sums over the batch beside gradients (a loss, a mean that normalises), each sum once."""
+"""The textbook's sums over the batch that are no gradients of parameters: a loss, a mean that normalises."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.causes import Program, Sent, all_reduce_seconds
+from benchmarks.causes import Program, Sent
 from benchmarks.regions import Spot, Value, leaving
-from benchmarks.verdicts import ROUNDING, Allowed, Finding, Verdict
+from benchmarks.verdicts import ROUNDING, Allowed, Finding, Verdict, seconds_of
 from passes.ir import TensorType
 from passes.sharding import ShardingSpec
 
 
 def batch_sums(program: Program, sent: Sequence[Sent], verdict: Verdict) -> None:
-    """The sums over the batch: components of collectives that finish the same sums, each sum once."""
+    """Adds to the verdict one all-reduce for each sum over the batch, and what the plan's collectives take beyond.
+
+    Collectives that finish some of the same sums are compared together with those sums.
+    """
     groups: list[tuple[set[Spot], list[Sent]]] = []
     for s in sent:
         if s.kind not in ("all_reduce", "reduce_scatter"):
@@ -31,7 +34,7 @@ def batch_sums(program: Program, sent: Sequence[Sent], verdict: Verdict) -> None
         for spot in spots:
             type, spec, trips = _made(program, spot)
             local_nbytes = spec.local_nbytes(type, program.mesh)
-            seconds += trips * all_reduce_seconds(program.mesh, axes, local_nbytes)
+            seconds += trips * seconds_of(program, "all_reduce", axes, local_nbytes)
             nbytes += trips * local_nbytes
         first = joined[0]
         verdict.allowed.append(
@@ -54,7 +57,7 @@ def batch_sums(program: Program, sent: Sequence[Sent], verdict: Verdict) -> None
 
 
 def origins(program: Program, value: Value, axis: str) -> frozenset[Spot]:
-    """The nodes that first made a value partial over an axis."""
+    """The nodes whose partial sums over an axis a value carries on: those that first made it partial."""
     spots: set[Spot] = set()
     _add_origins(program, value, axis, set(), spots)
     return frozenset(spots)

@@ -1,4 +1,4 @@
-"""A step data parallel on virtual CPU devices, by autopar's program and by `jax.jit` under the same placements."""
+"""A data-parallel step on virtual CPU devices, timed by autopar's program and by `jax.jit` under the same shardings."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def beside_jit(case: Training, devices: int, rounds: int) -> tuple[tuple[str, ..
 
 
 def print_rows(title: str, names: Sequence[str], rows: Sequence[tuple[tuple[str, ...], float]], bound: float) -> bool:
-    """Whether a result differs by more than the bound, of rows that are printed: cells under `names` and those of
-    `beside_jit`, and the largest relative difference.
+    """Whether the results of any row differ by more than the bound; prints the rows.
+
+    A row is its cells, the first of them under `names` and then those of `beside_jit`, and its largest difference.
     """
     shown = Table(title=title, title_justify="left")
     for name in (*names, "jit", "autopar", "ratio", "95 %", "differs"):

@@ -1,7 +1,7 @@
 """Collectives on virtual CPU devices alone and between products: `python -m benchmarks.between_products --help`.
 
-A program computes between its collectives. Devices that share cores are then at work when the first of them comes to
-one, and their threads have to be woken after it. `autopar measure` measures collectives as in the last column.
+A program computes between its collectives. Where devices share cores, some are still computing when the first of them
+reaches a collective, and threads have to be woken after it. `autopar measure` measures as in the last column.
 """
 
 import argparse
@@ -28,7 +28,7 @@ OPERATIONS: dict[str, chains.Operation] = {
 
 
 def scaled(x: jax.Array) -> jax.Array:
-    """The work around a collective."""
+    """The computation beside a collective in a chain: the array, scaled."""
     return x * 0.9
 
 

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from rich.table import Table
 
 from benchmarks.console import stdout
+from benchmarks.lists import whole_numbers
 
 Reduce = Callable[..., tuple[jax.Array, ...]]
 
@@ -32,16 +33,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.buckets",
         description="Reduce small gradients over virtual CPU devices one by one, and side by side as one array.",
     )
-    parser.add_argument("--devices", type=int, default=8, metavar="N")
-    parser.add_argument("--gradients", type=int, default=48, metavar="N", help="tensors that are reduced")
-    parser.add_argument("--elements", type=sizes, default=(64, 1024, 16384, 131072), metavar="A,B", help="of each")
-    parser.add_argument("--runs", type=int, default=40, metavar="N", help="pairs of runs, one of each in turn")
+    shown = "(default: %(default)s)"
+    parser.add_argument("--devices", type=int, default=8, metavar="N", help=f"virtual CPUs {shown}")
+    parser.add_argument("--gradients", type=int, default=48, metavar="N", help=f"tensors that are reduced {shown}")
+    parser.add_argument(
+        "--elements", type=whole_numbers, default=(64, 1024, 16384, 131072), metavar="A,B", help=f"of each {shown}"
+    )
+    parser.add_argument("--runs", type=int, default=40, metavar="N", help=f"pairs of runs, in turn {shown}")
     return parser.parse_args(argv)
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """The whole numbers that `text` lists."""
-    return tuple(map(int, text.split(",")))
 
 
 def one_by_one(*gradients: jax.Array) -> tuple[jax.Array, ...]:
@@ -79,7 +78,7 @@ def seconds(program: Any, gradients: Sequence[jax.Array]) -> float:
 
 
 def row(elements: int, args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """The cells of gradients of one size: instructions, equality, times and the median ratio of pairs."""
+    """The cells of gradients of one size: all-reduces, equality, median times and the median ratio of pairs."""
     draw = np.random.default_rng(0).normal
     lay = partial(jax.device_put, device=jax.sharding.NamedSharding(mesh, P("x")))
     gradients = [lay(draw(size=(args.devices, elements)).astype("float32")) for _ in range(args.gradients)]
@@ -105,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = jax.make_mesh((args.devices,), ("x",))
     shown = Table(title=f"{args.gradients} gradients on {args.devices} devices", title_justify="left")
-    for name in ("elements", "all-reduces", "side by side", "equal", "one by one", "side by side", "ratio"):
+    for name in ("elements", "all-reduces", "as one array", "equal", "time one by one", "as one array", "ratio"):
         shown.add_column(name, justify="right")
     rows = [row(elements, args, mesh) for elements in args.elements]
     for cells in rows:

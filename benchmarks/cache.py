@@ -24,7 +24,7 @@ BOUND_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Seconds of tracing a model, of planning it then, and of finding the plan in the cache instead (medians)."""
+    """Median seconds of tracing a model, of planning it, and of finding its plan in the cache instead."""
 
     model: str
     operators: int
@@ -48,7 +48,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         epilog="example: python -m benchmarks.cache --model tiny --model 125M",
     )
     parser.add_argument("--model", choices=gpt.PRESETS, action="append", help="give it again for more (default: tiny)")
-    parser.add_argument("--cluster", default="1x8:a100-80g", metavar="HOSTSxDEVICES:KIND", help="(%(default)s)")
+    parser.add_argument(
+        "--cluster", default="1x8:a100-80g", metavar="HOSTSxDEVICES:KIND", help="(default: %(default)s)"
+    )
     parser.add_argument("--batch", default=16, type=int, metavar="N", help="sequences a step (default: %(default)s)")
     parser.add_argument("--rounds", default=5, type=int, metavar="N", help="times to find it (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
@@ -56,7 +58,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def timed(model: str, cluster: str, batch_size: int, folder: str | None) -> tuple[float, float, Any]:
-    """(seconds of tracing, of planning then, the plan) of one run as a new process would make it."""
+    """(seconds of tracing, seconds until the plan is there, the plan), of a step that is traced and planned afresh."""
     config, optimizer = gpt.Config.preset(model), make_optimizer("adamw", 1e-3)
     state = jax.eval_shape(lambda: make_state(config, optimizer, 0))
     batch = jax.eval_shape(lambda: gpt.example_batch(config, batch_size, jax.random.key(0)))
@@ -89,7 +91,7 @@ def find(model: str, cluster: str, batch_size: int, rounds: int) -> Found:
 def table(results: list[Found]) -> Table:
     """One model a row; what is found too late in red."""
     drawn = Table(title="plans from the cache, beyond tracing", title_justify="left")
-    for name in ("model", "operators", "trace", "plan cold", "key + read + check", "entry"):
+    for name in ("model", "operators", "trace", "plan", "find in cache", "bytes kept"):
         drawn.add_column(name, justify="left" if name == "model" else "right")
     for r in results:
         seconds = map(quantities.seconds, (r.trace_seconds, r.cold_seconds, r.cache_seconds))

@@ -1,6 +1,7 @@
-"""The host's time of a call with many arrays beside `jax.jit`'s under the same shardings: `python -m benchmarks.calls`.
+"""The time that a call with many arrays takes on the host, beside `jax.jit`'s: `python -m benchmarks.calls --help`.
 
-It is the processor time of the calling thread until the call returns, which a busy machine does not change.
+Both run the same step under the same shardings. Measured is the processor time of the calling thread until the call
+returns, which other work on the machine does not change.
 """
 
 import argparse
@@ -26,7 +27,7 @@ DEVICES = (1, 8)
 
 
 class Host(Runner):
-    """A step function with its own state, which every call replaces; measured is what the host takes to start it."""
+    """A runner whose seconds are those that the calling thread computes until a call returns, not those of the step."""
 
     def seconds(self) -> float:
         """Processor seconds of this thread until a call returns."""
@@ -40,7 +41,7 @@ class Host(Runner):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The measured calls of a step on some devices; its second argument is a number or an array."""
+    """The measured calls of a step; its second `argument` is a "number" or an "array", its state is donated or kept."""
 
     devices: int
     argument: str

@@ -1,8 +1,8 @@
-"""The cause of every collective of a plan: the tensor that it brings, the layer, the axis, and when in the step.
+"""The cause of every collective of a plan: the tensor that it sends, the tensor's role and layer, the axes, the phase.
 
-A plan says where everything is; `passes.placement.reshardings` says which tensors that moves. Here each step of a move
-that sends something gets a cause, found on the program alone: what a value is follows from the inputs that it depends
-on and from the dimension that the batch is on.
+A plan says how every value is sharded, and `passes.placement.reshardings` which values have to be resharded for it.
+Each step of a resharding that communicates gets a cause here, by analysis of the program: the role of a value follows
+from the inputs that it depends on and from which of its dimensions is the batch's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 
 from benchmarks.regions import Region, Value, depend, leaving, placed, spread
 from passes.cluster import Mesh, collectives
@@ -22,16 +23,18 @@ from passes.rules import rule_of
 from passes.sharding import Resharder, ShardingSpec
 
 LAYER = re.compile(r"[A-Za-z]\w*_\d+$|^Block$")
+"""A part of a scope that names a layer: a module that flax has numbered, or the block that a loop repeats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """One step of a move that sends something, `count` times a step.
+    """A collective that a plan sends `count` times in a train step: one step of a resharding.
 
-    `nbytes` is the result of one on one device. `role` is parameter, gradient, updated parameter, optimizer state,
+    `nbytes` are those of one result on one device. `role` is parameter, gradient, updated parameter, optimizer state,
     activation, activation gradient, statistic (what is reduced over the batch: a loss, a mean) or constant;
-    `parameter` is the input that a parameter, its gradient or its update belongs to. The step is from `before` to
-    `after`, and takes `seconds` by itself, of which the program waits for `waited_share`: it computes behind the rest.
+    `parameter` is the position of the input that a parameter, its gradient or its update belongs to. The tensor is
+    resharded from `before` to `after`. All of them take `seconds`, of which the program waits for `waited_share` and
+    computes during the rest.
     """
 
     role: str
@@ -54,7 +57,7 @@ class Sent:
 
     @property
     def total_nbytes(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of the results on one device, of all of them."""
         return self.nbytes * self.count
 
 
@@ -66,18 +69,18 @@ def layer_of(scope: str) -> str:
 
 
 def when(node: Node) -> str:
-    """`forward`, `recomputed`, `backward` or `apply`: what a node belongs to."""
+    """The phase of a node: `forward`, `recomputed` (a part of the backward phase otherwise), `backward` or `apply`."""
     return "recomputed" if node.is_recomputed else phase(node)
 
 
-def is_early(node: Node) -> bool:
+def computes_activations(node: Node) -> bool:
     """Whether a node computes activations, not gradients; what has no gradient (a softmax's maximum) has no phase."""
     return when(node) != "backward"
 
 
 @dataclass(kw_only=True)
 class Program:
-    """A traced step as a plan places it, and what its values are."""
+    """A traced step under a plan, with the roles of its values."""
 
     graph: Graph
     plan: Plan
@@ -88,7 +91,7 @@ class Program:
     def __post_init__(self) -> None:
         self.resharder = Resharder(self.plan.mesh)
         reshardings = resharding_plan(self.graph, self.plan.layout, self.resharder, regather=self.plan.regather)
-        self.root = placed(Background.of(self.graph), self.plan.layout, reshardings, 1, 1.0, "output", [0])
+        self.root = placed(Background.of(self.graph), self.plan.layout, reshardings, 1, 1.0, "output", count())
 
     @property
     def mesh(self) -> Mesh:
@@ -102,7 +105,7 @@ class Program:
 
     @cached_property
     def returned(self) -> frozenset[int]:
-        """The positions of inputs that the step returns again."""
+        """The positions of the inputs that the step returns updated: parameters and optimizer state."""
         return frozenset(i for _, i in self.state_pairs)
 
     @cached_property
@@ -117,7 +120,7 @@ class Program:
 
     @cached_property
     def batch(self) -> Mapping[Value, frozenset[int]]:
-        """The dimensions of every value that the batch is on; values that it does not reach are absent."""
+        """The batch dimensions of every value; values without one are absent."""
         dims_of: dict[Value, set[int]] = defaultdict(set)
         for i, v in enumerate(self.graph.inputs):
             type = self.graph.types[v]
@@ -141,7 +144,10 @@ class Program:
 
     @cached_property
     def families(self) -> Mapping[Value, int]:
-        """The parameter that a gradient or an update belongs to: walked back from the outputs over equal sizes."""
+        """The position of the parameter that each gradient or update belongs to.
+
+        They are found from the updated parameters backwards, through operators whose operands have the result's size.
+        """
         families: dict[Value, int] = {}
         for o, i in self.state_pairs:
             if i in self.parameters:
@@ -175,21 +181,22 @@ class Program:
                     self._family((region.number, operand), parameter, families)
 
     def is_shared(self, value: Value) -> bool:
-        """Whether the rest of the backward pass goes on from what a gradient follows from, too, as where a batch norm
-        multiplies its scale by 1/std: then it is a sum over the batch like any other, whole on every device.
+        """Whether a value that a parameter's gradient is computed from is read by the rest of the backward pass, too.
+
+        So it is where batch normalisation multiplies its scale by 1/std: all devices then need this sum over the batch.
         """
         region, v = self.regions[value[0]], value[1]
         readers = [region.graph.nodes[r] for r in region.graph.consumers.get(v, ())]
         ways_on = [n for n in readers if phase(n) == "backward" and n.outputs]
         return any(self.families.keys().isdisjoint((region.number, o) for o in n.outputs) for n in ways_on)
 
-    def is_moving(self, value: Value) -> bool:
-        """Whether a value depends on the batch, and is no mask that is merely as large."""
+    def depends_on_batch(self, value: Value) -> bool:
+        """Whether a value depends on an input that is no state; a mask with a batch dimension may not."""
         bits = self.sources.get(value, 0)
         return any(bits >> i & 1 for i in range(len(self.graph.inputs)) if i not in self.returned)
 
     def role(self, value: Value) -> tuple[str, int | None]:
-        """The role of a value, and the position of the parameter that it belongs to."""
+        """The role of a value (see `Sent`), and the position of the parameter that it belongs to, if any."""
         region, v = self.regions[value[0]], value[1]
         producer = region.graph.producers.get(v)
         node = region.graph.nodes[producer] if producer is not None else None
@@ -200,15 +207,15 @@ class Program:
         if value in self.families and not self.is_shared(value):
             late = node is not None and phase(node) == "apply"
             return ("updated parameter" if late else "gradient"), self.families[value]
-        if value in self.batch and self.is_moving(value):
-            early = node is None or is_early(node)
-            return ("activation" if early else "activation gradient"), None
+        if value in self.batch and self.depends_on_batch(value):
+            is_forward = node is None or computes_activations(node)
+            return ("activation" if is_forward else "activation gradient"), None
         if positions and self.returned.issuperset(positions):
             return "optimizer state", None
         return ("statistic" if positions else "constant"), None
 
     def describe(self, value: Value, role: str, parameter: int | None) -> str:
-        """The value in words."""
+        """The name of the parameter or input that a value belongs to or is, else its primitive and type."""
         region, v = self.regions[value[0]], value[1]
         if parameter is not None:
             return self.graph.input_names[parameter]
@@ -219,7 +226,7 @@ class Program:
         return made + str(region.graph.types[v])
 
     def sent(self) -> Iterator[Sent]:
-        """Every step of every move that sends something."""
+        """Every collective of the plan with its cause, in program order."""
         for region in self.root.all():
             for index, before in enumerate(region.reshardings.before):
                 node = region.graph.nodes[index] if index < len(region.graph.nodes) else None
@@ -260,9 +267,3 @@ class Program:
                 before=source,
                 after=spec,
             )
-
-
-def all_reduce_seconds(mesh: Mesh, axes: Sequence[str], nbytes: float) -> float:
-    """Seconds of one all-reduce of `nbytes` on each device, its launch included."""
-    group = mesh.group(tuple(axes))
-    return collectives.seconds("all_reduce", nbytes, group) + mesh.cluster.group().device.launch_seconds

@@ -1,4 +1,4 @@
-"""Work in a process of its own, so that one that dies is counted and not fatal."""
+"""Calls of functions in another process, so that a call that kills its process is an exception here and no more."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Child:
             self._process = None
 
     def call(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
-        """The function's result there. Raises CrashError, with why, if it does not within so many seconds."""
+        """The result of `function(*arguments)`, called in the process, which is started if none is running.
+
+        Raises CrashError, with the reason, if the call raises, ends its process or takes longer than `seconds`.
+        """
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, other = context.Pipe()

@@ -1,4 +1,4 @@
-"""Collectives as the cost model predicts them beside what was measured: `python -m benchmarks.collectives --help`.
+"""Seconds of collectives, by the cost model and as measured: `python -m benchmarks.collectives --help`.
 
 Without options: the measurements that papers and public repositories print (collectives_measured.csv). With `--local`:
 this machine's virtual CPU devices, measured here. With `--fit`: the links that would fit best, which is where the

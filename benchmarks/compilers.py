@@ -1,10 +1,10 @@
-"""The accelerators' own compilers as judges of predictions: `python -m benchmarks.compilers --help`.
+"""Predictions for accelerators beside what their compilers make of the plans: `python -m benchmarks.compilers --help`.
 
 Every model is planned for eight devices of an accelerator under each planner and compiled by XLA's compiler for it,
-which runs on a CPU. What is predicted of one device stands beside what the compiler made: peak bytes, by the model of
-that compiler and as the plan has them, bytes sent by kind and axes, flops, and on TPUs the compiler's own estimate of
-cycles. What was compiled is kept in compilers.json, under the versions of the compilers and a digest of the plan: where
-the plan is the same, predictions are held against that without any compiler; `--compile` compiles what is new.
+which runs on a CPU. For one device stand side by side, predicted and compiled: peak bytes, by autopar's model of that
+compiler and as the plan was chosen by, bytes sent by kind and axes, flops, and on TPUs the compiler's own estimate of
+cycles. What was compiled is kept in compilers.json with the compilers' versions and a digest of the plan. Where the
+plan is still the same, predictions are compared with that and no compiler is needed; `--compile` compiles what is new.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +32,7 @@ from autopar.tools.estimates import CLOCK_HZ, cycles
 from benchmarks import gpt, heaps
 from benchmarks.console import stdout
 from benchmarks.large import LARGE
+from benchmarks.lists import names, some_of
 from benchmarks.trainings import MODELS, make_state, make_step
 from passes.cluster import parse_cluster
 from passes.errors import InternalError, PlanningError
@@ -62,14 +64,13 @@ GPT_350M = "gpt-350m"
 
 NAMES = (*MODELS, *LARGE, GPT_350M)
 LARGE_NBYTES = 100e6
-"""The bytes of a step from which a device's memory may be its limit: the margin is of such."""
+"""The peak from which a step counts for the margin: no smaller one comes near a device's memory."""
 
 QUANTILE = 0.95
-"""The share of compiled steps that keep a limit which their predictions keep with the margin that is printed."""
+"""The share of large steps whose compiled peak is above the predicted one by at most the margin that is printed."""
 
-OVER, UNDER = 0.10, 0.05
-"""The bounds of a predicted peak on GPUs: at most so much too high, never so much too low; TPUs have 0.15 above."""
-OVER_TPU = 0.15
+OVER, OVER_TPU, UNDER = 0.10, 0.15, 0.05
+"""The bounds of a predicted peak: at most so much too high, on GPUs and on TPUs, never so much too low."""
 
 ANY_NBYTES = 10**15
 """A limit that no step exceeds: what does not fit is compiled too."""
@@ -107,9 +108,10 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A prediction beside what was compiled; `compiled` is None where this plan never was.
+    """A plan's predictions for one device beside what was compiled; `compiled` is None where this plan never was.
 
-    `predicted_nbytes` are by the model of the device's compiler, `planned_nbytes` those that the plan was chosen by.
+    `predicted_nbytes` is the peak by autopar's model of the device's compiler, `planned_nbytes` the one that the search
+    went by.
     """
 
     target: str
@@ -141,21 +143,22 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Hold predicted memory, bytes sent and compute seconds against the accelerators' own compilers.",
         epilog="example: python -m benchmarks.compilers --targets h100 --models gpt,moe --compile",
     )
-    parser.add_argument("--targets", default=tuple(TARGETS), type=partial(listed, TARGETS), metavar="A,B")
-    parser.add_argument("--models", default=NAMES, type=partial(listed, NAMES), metavar="A,B")
-    parser.add_argument("--planners", default=tuple(PLANNERS), type=partial(listed, PLANNERS), metavar="A,B")
-    parser.add_argument("--compile", action="store_true", help="compile plans that were not, and keep what comes of it")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="(default: beside this script)")
+    parser.add_argument(
+        "--targets", default=tuple(TARGETS), type=names("target", TARGETS), metavar="A,B", help=some_of(TARGETS)
+    )
+    parser.add_argument("--models", default=NAMES, type=names("model", NAMES), metavar="A,B", help=some_of(NAMES))
+    planners = names("planner", PLANNERS)
+    parser.add_argument("--planners", default=tuple(PLANNERS), type=planners, metavar="A,B", help=some_of(PLANNERS))
+    parser.add_argument("--compile", action="store_true", help="compile new plans, and keep the results")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FILE",
+        help="where results are kept (default: beside this script)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
-
-
-def listed(choices: Sequence[str] | Mapping[str, Any], text: str) -> tuple[str, ...]:
-    """The names that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in choices]:
-        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(choices)}")
-    return names
 
 
 def program(model: str) -> tuple[Any, tuple[Any, ...]]:
@@ -183,10 +186,8 @@ def versions() -> dict[str, str]:
     """The versions of the compilers here."""
     present: dict[str, str] = {}
     for package in ("jax", "jaxlib", "jax-cuda12-pjrt", "libtpu"):
-        try:
+        with suppress(PackageNotFoundError):
             present[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return present
 
 
@@ -214,7 +215,7 @@ def rows(args: argparse.Namespace, console: Console) -> Iterator[Row]:
 
 
 def row(plan: autopar.Plan, traced: Any, kept: Compiled | None, key: tuple[str, str, str]) -> Row:
-    """A plan's predictions beside what was compiled of it."""
+    """The row of a plan and of what was compiled of it, if anything."""
     target, model, planner = key
     return Row(
         target=target,
@@ -230,8 +231,8 @@ def row(plan: autopar.Plan, traced: Any, kept: Compiled | None, key: tuple[str, 
 def modelled_nbytes(plan: autopar.Plan, traced: Any) -> int:
     """The peak of one device by the model of its own compiler.
 
-    Whether weights are fetched again for the backward pass follows from the plan's bytes: they are those of one of the
-    two.
+    The plan does not say whether its peak counts weights that are gathered again for the backward pass, so that follows
+    from the peak: it is one of the two.
     """
     graph, mesh = traced.graph, plan.mesh
     grouping, resharder = group(graph), Resharder(mesh)
@@ -250,7 +251,7 @@ def clock_of(target: str) -> float:
 
 
 def compile_(made: Any, given: tuple[Any, ...], key: tuple[str, str, str]) -> Compiled:
-    """A step compiled for its target."""
+    """A step compiled for its target, and what its compiler says of it."""
     target, model, planner = key
     devices = autopar.topology(parse_cluster(TARGETS[target]))
     began = time.perf_counter()
@@ -294,13 +295,13 @@ def save(path: Path, known: Mapping[tuple[str, str, str], Compiled]) -> None:
 
 
 def table(cases: Sequence[Row]) -> Table:
-    """One case a row."""
-    shown = Table(title="predicted and compiled, of one device", title_justify="left", padding=(0, 0))
+    """The predictions beside what was compiled, one case a row; what is out of bounds in red."""
+    shown = Table(title="predicted and compiled, for one device", title_justify="left", padding=(0, 0))
     for name in ("target", "model", "planner"):
         shown.add_column(name, no_wrap=True)
-    for name in ("planned", "peak", "compiled", "error", "sent", "compiled", "compute", "by cycles"):
+    for name in ("planned peak", "predicted", "compiled", "error", "bytes sent", "compiled", "compute", "by cycles"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("rewrites")
+    shown.add_column("XLA's rewrites")
     for case in cases:
         kept = case.compiled
         if kept is None:
@@ -330,7 +331,7 @@ def summary(cases: Sequence[Row]) -> Table:
     """Errors of predicted peaks by target and planner: how many are out of bounds, the worst either way."""
     shown = Table(title="errors of peaks", title_justify="left", padding=(0, 0))
     shown.add_column("", no_wrap=True)
-    for name in ("cases", "out of bounds", "mean absolute", "most too high", "most too low", "other bytes sent"):
+    for name in ("cases", "out of bounds", "mean absolute", "most too high", "most too low", "other collectives"):
         shown.add_column(name, justify="right", no_wrap=True)
     judged = [case for case in cases if case.compiled]
     groups = {name: [c for c in judged if name in (c.target, c.planner)] for name in (*TARGETS, *PLANNERS)}
@@ -368,7 +369,7 @@ def left_free(target: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the tables; 1 if a prediction is out of bounds, the margin that plans leave too, or other bytes move."""
+    """Prints the tables; 1 if a peak is out of bounds, the margin of plans too small, or other bytes move, else 0."""
     args = arguments(argv)
     jax.config.update("jax_platforms", "cpu")
     console = stdout()
@@ -380,12 +381,17 @@ def main(argv: list[str] | None = None) -> int:
         for target in args.targets:
             console.print(
                 f"{target}: {100 * QUANTILE:.0f} % of compiled peaks of 100 MB and more are at most "
-                f"{100 * (margin(of_target(cases, target))):.1f} % above; plans leave {100 * left_free(target):.1f} %"
+                f"{100 * (margin(of_target(cases, target))):.1f} % above the predicted ones; plans leave "
+                f"{100 * left_free(target):.1f} % of their limit free"
             )
         console.print(
             f"targets: at most {100 * OVER:.0f} % too high (TPU {100 * OVER_TPU:.0f} %), "
             f"never {100 * UNDER:.0f} % too low"
         )
+        if new := sum(case.compiled is None for case in cases):
+            console.print(
+                f"{new} of {len(cases)} plans were never compiled and are not judged: --compile compiles them"
+            )
     is_short = any(margin(of_target(cases, target)) > left_free(target) for target in args.targets)
     return is_short or any(case.misses for case in cases)
 

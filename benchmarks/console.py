@@ -1,13 +1,36 @@
-"""The console that benchmarks print their tables on."""
+"""The console that benchmarks print their tables on, and a bar for their progress."""
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 WIDEST = 1000
-"""Characters of a line where nobody looks at it on a terminal: more than any table has."""
+"""The characters of a line where stdout is no terminal: more than any table has."""
 
 
 def stdout() -> Console:
-    """Stdout, as wide as its terminal; where it is none, as wide as what is printed, so that no column is cut."""
+    """Stdout as a console: as wide as its terminal or, where it is none, so wide that no column is cut."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDEST)
+
+
+@contextmanager
+def progress_of_tasks(console: Console, total: int) -> Iterator[Callable[[str], Callable[[str], None]]]:
+    """A function to call with the name of each task as it begins, which returns one to call with the task's phases.
+
+    Both show what they are called with beside a bar of `total` tasks.
+    """
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = -1
+
+        def begin(name: str) -> Callable[[str], None]:
+            nonlocal begun
+            begun += 1
+            bar.update(task, completed=begun, description=name)
+            return lambda phase: bar.update(task, description=f"{name}: {phase}")
+
+        yield begin

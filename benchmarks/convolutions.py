@@ -1,7 +1,8 @@
-"""Gradients of convolutions inside a loop and outside: `python -m benchmarks.convolutions --help`.
+"""Times of convolutions' gradients inside a loop and outside: `python -m benchmarks.convolutions --help`.
 
-XLA:CPU brings operands into the order of its library's convolutions in the entry computation alone. In the body of a
-loop it computes those in another order, as gradients are, element by element; planned programs order them themselves.
+XLA:CPU transposes operands into the order that its library's convolutions take in the entry computation alone. In the
+body of a loop it computes convolutions in another order, such as gradients, element by element; planned programs
+transpose the operands themselves.
 """
 
 import argparse
@@ -19,7 +20,7 @@ BOUND = 1e-5
 """The largest relative difference of the gradients."""
 
 LAYOUTS = {"features last": ("NHWC", "HWIO", "NHWC"), "features first": ("NCHW", "OIHW", "NCHW")}
-"""Where a layout has the features: behind the pixels, as the library, or before them."""
+"""The dimensions of images, kernels and results; XLA:CPU's library takes features last."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -29,12 +30,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Time the gradients of two convolutions under data parallelism, all images at once and in a loop "
         "over parts of them, by jit and by autopar's program.",
     )
-    parser.add_argument("--devices", type=int, default=8, metavar="N")
-    parser.add_argument("--images", type=int, default=64, metavar="N")
-    parser.add_argument("--pixels", type=int, default=16, metavar="N", help="of an image's side")
-    parser.add_argument("--channels", type=int, default=16, metavar="N")
-    parser.add_argument("--parts", type=int, nargs="+", default=(1, 4), metavar="N", help="1: no loop")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="steps of each, in turn")
+    number, shown = {"type": int, "metavar": "N"}, "(default: %(default)s)"
+    parser.add_argument("--devices", default=8, **number, help=f"virtual CPUs {shown}")
+    parser.add_argument("--images", default=64, **number, help=f"of a batch {shown}")
+    parser.add_argument("--pixels", default=16, **number, help=f"of an image's side {shown}")
+    parser.add_argument("--channels", default=16, **number, help=f"of an image and of each layer {shown}")
+    parser.add_argument(
+        "--parts", nargs="+", default=(1, 4), **number, help=f"that a loop goes over; 1: no loop {shown}"
+    )
+    parser.add_argument("--rounds", default=20, **number, help=f"steps of each program, in turn {shown}")
     return parser.parse_args(argv)
 
 

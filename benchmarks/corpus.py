@@ -1,4 +1,4 @@
-"""A text that every machine has: the sources of Python's own standard library, one token per byte.
+"""A text to train on that every machine has: the sources of Python's standard library, one token for each byte.
 
 It differs a little between Python versions, so compare losses only under the same one.
 """

@@ -1,4 +1,4 @@
-"""The cost of a pipeline's instruction to the host, beside its bound."""
+"""The time that the host takes for each instruction of a pipeline, beside its bound."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import autopar
 from benchmarks.loaded_pipeline import load, mlp
 
 YARDSTICK_NBYTES = 4096
+"""Bytes of the array whose `jax.device_put` says how fast the host is at the time."""
 
 BOUNDS = {(1, 1, 1, 1): (60e-6, 120e-6), (4, 2, 2): (220e-6, 330e-6)}
 """Seconds of the host for one Run and one Send, by the devices of each stage."""
@@ -43,7 +44,7 @@ class Dispatch:
 
 
 def dispatch(submeshes: tuple[int, ...], rounds: int, microbatches: int = 8) -> Dispatch:
-    """The seconds that instructions cost the host, of a perceptron too small to keep it waiting."""
+    """The host's seconds for instructions of a pipeline whose perceptron is too small to keep the host waiting."""
     planner = autopar.Pipeline(stages=len(submeshes), microbatches=microbatches, submeshes=submeshes)
     loaded = load(mlp(layers=8, width=32, rows=16 * microbatches), planner)
     seconds_of: dict[bool, dict[str, list[float]]] = {False: {}, True: {}}
@@ -71,7 +72,7 @@ def yardstick(repeats: int = 300) -> float:
 
 
 def dispatch_table(rows: Sequence[Dispatch]) -> Table:
-    """The table of what instructions cost, a kind a row."""
+    """The host's microseconds for instructions, a kind a row; what misses its target in red."""
     table = Table(title="time of the host for an instruction, medians", title_justify="left")
     table.add_column("devices", no_wrap=True)
     table.add_column("kind", no_wrap=True)

@@ -1,8 +1,8 @@
 """Planned steps compared with `jax.jit`, planner by planner: `python -m benchmarks.equality --help`.
 
-A tiny GPT takes a few consecutive steps from one state twice, planned for 8 virtual CPU devices and under plain
-`jax.jit` on one. Beside the differences stand the collectives that the plan promises and those that XLA compiled; one
-that no plan asked for means that XLA moves data behind the planner's back.
+A tiny GPT takes a few consecutive steps from one state twice: as planned for 8 virtual CPU devices, and by plain
+`jax.jit` on one. Beside the differences stand the collectives that are planned and those that XLA compiled; one beyond
+the plan is data that XLA moves on its own, at a cost that the plan does not know.
 """
 
 import argparse
@@ -45,7 +45,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One train step, whoever plans it; `dropout` is the probability of dropping a feature, `epsilon` AdamW's."""
+    """A train step, before it is planned; `dropout` is the probability of dropping a feature, `epsilon` AdamW's."""
 
     optimizer: str
     dropout: float
@@ -100,7 +100,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         epilog="example: python -m benchmarks.equality --planner auto --precision float64",
     )
     for name, choices, meaning in (
-        ("planner", tuple(PLANNERS), "who plans"),
+        ("planner", tuple(PLANNERS), "the planner"),
         ("optimizer", OPTIMIZERS, "what updates the parameters"),
         ("dropout", ("off", "on"), "whether features are dropped, with probability 0.1"),
         ("precision", tuple(BOUNDS), "of parameters and of computation"),
@@ -173,14 +173,14 @@ def make_step(program: Program) -> Callable[..., Any]:
 
 
 def walk(step: Callable[..., Any], state: Any, batch: Any) -> Iterator[tuple[Any, float]]:
-    """(parameters, loss) after each step, as NumPy has them."""
+    """(parameters, loss) after each step, as NumPy arrays and a float."""
     for i in range(STEPS):
         state, loss = step(state, batch, jax.random.key(i))
         yield jax.tree.map(np.asarray, state[0]), float(loss)
 
 
 def difference(ours: Any, plain: Any) -> float:
-    """The largest difference of any two arrays, each relative to the largest magnitude in the plain one; NaN if any."""
+    """The largest difference of any two arrays, relative to the plain one's largest magnitude; NaN where one has it."""
 
     def relative(ours: Any, plain: Any) -> float:
         ours, plain = np.asarray(ours, np.float64), np.asarray(plain, np.float64)
@@ -191,7 +191,7 @@ def difference(ours: Any, plain: Any) -> float:
 
 
 def compare(program: Program, planners: list[str]) -> Iterator[Result]:
-    """The planners' results for one program; `jax.jit` runs once."""
+    """A result for each planner of one program, which `jax.jit` runs once for all of them."""
     config, step = make_config(program), make_step(program)
     state = jax.jit(lambda key: make_state(program, config, key))(jax.random.key(0))
     batch = gpt.example_batch(config, BATCH, jax.random.key(9))
@@ -227,9 +227,9 @@ def table(results: list[Result]) -> Table:
         title_justify="left",
         padding=(0, 0),
     )
-    for name in ("planner", "mesh", "optimizer", "drop", "precision"):
+    for name in ("planner", "mesh", "optimizer", "dropout", "precision"):
         table.add_column(name, no_wrap=True)
-    for name in ("params", "loss", "plan", "XLA", "unpl.", "time"):
+    for name in ("params", "loss", "planned", "compiled", "unplanned", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return bool(misses)
     console.print(table(results))
-    console.print("plan, XLA: collectives planned and compiled; unpl.: compiled beyond the plan, which must be 0")
+    console.print("planned, compiled: collectives of a step; unplanned: compiled beyond the plan, which must be none")
     if "adamw+clip" in args.optimizer:
         console.print(f"AdamW has epsilon {args.epsilon:g}, not optax's 1e-08: see --help")
     for precision in args.precision:

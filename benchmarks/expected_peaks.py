@@ -1,9 +1,9 @@
-"""Bytes that plans by hand are expected to need beside those that they do: `python -m benchmarks.expected_peaks`.
+"""Ratios of expected to real peak bytes of hand-made plans: `python -m benchmarks.expected_peaks --help`.
 
-Under a memory limit the search leaves out, at first, what it expects to need more than the limit by the factor
-`passes.intra_op.by_hand.SURELY`: the least that may be live at the node that was the busiest, times how far the first
-answer's peak was above what was live there. Left out wrongly are plans that fit and were expected to need more than the
-factor; so the share of plans whose ratio of expected to real bytes is above it is what the factor is to keep small.
+Under a memory limit the search first leaves out the hand-made plans whose expected peak is above the limit by more than
+the factor `passes.intra_op.by_hand.SURELY`. Expected is the least that may be live at the node where the first answer
+had its peak, times that answer's peak divided by what was live there. A plan that just fits is left out wrongly where
+its ratio of expected to real bytes is above the factor; the factor is to keep the share of such plans small.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from passes.solver import SolverOptions, solve
 from passes.step import Step, Variant
 
 CLUSTERS = ("4:cpu", "2x2:a100-80g")
-VARIANTS: Mapping[str, Variant] = {"as it is": Variant(), "microbatches": Variant(microbatches=2)}
-"""The clusters, with a model of each compiler, and the variants whose plans are looked at."""
+"""Clusters whose compilers lay memory out in different ways."""
 
+VARIANTS: Mapping[str, Variant] = {"as it is": Variant(), "microbatches": Variant(microbatches=2)}
 ROUGHLY = SolverOptions(gap=1e-2)
-MEANT = (1.1, 1.25, SURELY, 2.0)
-"""Factors in whose place `SURELY` stands."""
+FACTORS = (1.1, 1.25, SURELY, 2.0)
+"""The factor in use and others that it might be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The ratios of expected to real peak bytes of plans by hand of a variant of a model, over all meshes."""
+    """The ratios of expected to real peak bytes of the hand-made plans of a variant of a model, over all meshes."""
 
     model: str
     cluster: str
@@ -54,12 +54,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The parsed command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.expected_peaks",
-        description="Peak bytes that plans by hand are expected to need, as ratios to what their plans need: quantiles "
-        "by model, and the share of plans that each factor would leave out of a search though they just fit.",
+        description="Print ratios of the peak bytes expected of hand-made plans to their real ones: quantiles by "
+        "model, and how many plans each factor would leave out of a search though they just fit.",
     )
-    parser.add_argument("--model", action="append", choices=MODELS, help="(default: all); again for more")
-    parser.add_argument("--cluster", action="append", metavar="TEXT", help=f"(default: {', '.join(CLUSTERS)}); again")
-    parser.add_argument("--large", action="store_true", help="models as they are measured, not the least")
+    parser.add_argument("--model", action="append", choices=MODELS, help="again for more (default: all)")
+    parser.add_argument(
+        "--cluster", action="append", metavar="TEXT", help=f"again for more (default: {', '.join(CLUSTERS)})"
+    )
+    parser.add_argument(
+        "--large", action="store_true", help="models in the sizes that are measured, not in the least ones"
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, a line each")
     return parser.parse_args(argv)
 
@@ -74,7 +78,7 @@ def step_of(model: Model, *, large: bool) -> Step:
 
 
 def ratios(step: Step, cluster: Cluster) -> Iterator[float]:
-    """Expected by real peak bytes of every plan by hand on every mesh, after the first answer's peak is known."""
+    """The ratio of expected to real peak bytes of each hand-made plan on each mesh, once the first answer is known."""
     problems = MeshProblems(step=step)
     search = MeshSearch(planner="expected", problems=problems, options=ROUGHLY)
     search.over(layouts(cluster, cluster.n_devices, 2))
@@ -108,9 +112,9 @@ def rows(models: Sequence[str], clusters: Sequence[str], *, large: bool) -> Iter
 
 
 def table(made: Sequence[Row]) -> Table:
-    """Quantiles of the ratios by model and cluster, and what factors would leave out, of all."""
-    columns = ("model", "cluster", "plans", "least", "median", "95 %", "most", *(f"> {factor:g}" for factor in MEANT))
-    printed = Table(*columns, title="expected by real peak bytes of plans by hand", title_justify="left")
+    """Quantiles of the ratios by model and cluster, and how many plans each factor would leave out."""
+    columns = ("model", "cluster", "plans", "least", "median", "95 %", "most", *(f"> {factor:g}" for factor in FACTORS))
+    printed = Table(*columns, title="expected / real peak bytes of hand-made plans", title_justify="left")
     by_model: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in made:
         by_model[row.model, row.cluster] += row.ratios
@@ -119,7 +123,7 @@ def table(made: Sequence[Row]) -> Table:
     for (model, cluster), several in by_model.items():
         if several:
             quantiles = np.quantile(several, (0.0, 0.5, 0.95, 1.0))
-            beyond = (sum(ratio > factor for ratio in several) for factor in MEANT)
+            beyond = (sum(ratio > factor for ratio in several) for factor in FACTORS)
             printed.add_row(model, cluster, str(len(several)), *(f"{q:.2f}" for q in quantiles), *map(str, beyond))
     return printed
 

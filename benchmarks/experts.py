@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.causes import Program, is_early, layer_of, when
+from benchmarks.causes import Program, computes_activations, layer_of, when
 from benchmarks.megatron import is_matrix
 from benchmarks.regions import Region, Value
 from benchmarks.verdicts import Allowed, Verdict, on_wire, seconds_of
@@ -26,7 +26,7 @@ from passes.rules import rule_of
 
 @dataclass(kw_only=True)
 class _Layer:
-    """One layer's experts as one pass computes them: the value that enters, the value that leaves."""
+    """One layer's experts in one pass: the value that enters their first product, and the last product's result."""
 
     region: Region
     node: Node
@@ -50,11 +50,11 @@ class Experts:
     def __post_init__(self) -> None:
         for region in self.program.root.all():
             for index, node in enumerate(region.graph.nodes):
-                if index not in region.controls and is_early(node):
+                if index not in region.controls and computes_activations(node):
                     self._node(region, node)
 
     def _node(self, region: Region, node: Node) -> None:
-        """Notes a product with experts; what is made of what one makes, in its size, is on the way to the next."""
+        """Records a product with experts; its result is followed through operators of its size to the next one."""
         graph, here, rule = region.graph, region.number, rule_of(node, region.graph)
         pairs = list(zip(node.inputs, rule.operands, strict=True))
         if rule.light or rule.alias:
@@ -63,16 +63,18 @@ class Experts:
                 if graph.types[value].size == graph.types[known[0]].size:
                     self.inside[here, value] = self.inside[here, known[0]]
             return
-        moving = [(v, fs) for v, fs in pairs if self.program.is_moving((here, v))]
+        activations = [(v, fs) for v, fs in pairs if self.program.depends_on_batch((here, v))]
         weights = [(v, fs) for v, fs in pairs if is_matrix(self.program, region, v)]
-        if len(moving) != 1 or len(weights) != 1:
+        if len(activations) != 1 or len(weights) != 1:
             return
-        shared = set(moving[0][1]) & set(weights[0][1]) & {f for factors in rule.results for f in factors if f >= 0}
+        shared = (
+            set(activations[0][1]) & set(weights[0][1]) & {f for factors in rule.results for f in factors if f >= 0}
+        )
         if not shared:
             return
-        layer = self.inside.get((here, moving[0][0]))
+        layer = self.inside.get((here, activations[0][0]))
         if layer is None:
-            layer = _Layer(region=region, node=node, entering=moving[0][0], leaving=-1)
+            layer = _Layer(region=region, node=node, entering=activations[0][0], leaving=-1)
             self.layers.append(layer)
         layer.leaving = node.outputs[0]
         self.inside[here, node.outputs[0]] = layer
@@ -116,9 +118,9 @@ class Experts:
 
 
 def seconds_with_experts(program: Program, verdict: Verdict) -> float | None:
-    """Seconds of a step by data parallelism or ZeRO, less what is unexplained in it, with experts cut over all devices.
+    """Seconds of a data-parallel or ZeRO step with experts cut over all devices, and without what is unexplained in it.
 
-    None where it has no experts, or the devices do not divide them.
+    None where it has no experts, or where the devices do not divide them.
     """
     experts, mesh = Experts(program=program), program.mesh
     if not experts.layers or any(number % mesh.size for number in experts.numbers):

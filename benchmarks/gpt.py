@@ -31,7 +31,7 @@ from models import gpt
 
 EDGE_STEPS = 5  # how many losses make up the "first" and the "last" that are printed
 HELD_OUT_BATCHES = 8
-LINES = 20  # of progress, where there is no terminal for a bar
+LINES = 20  # of progress that are printed where there is no terminal for a bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def start_devices(requested: int | None, planner: str) -> int:
 
     Raises SystemExit if `requested` devices cannot be had.
     """
-    jax.config.update("jax_num_cpu_devices", requested or (1 if planner == "jit" else 8))  # no other platform minds
+    jax.config.update("jax_num_cpu_devices", requested or (1 if planner == "jit" else 8))  # other platforms ignore it
     count = jax.device_count()
     if requested not in (None, count):
         raise SystemExit(
@@ -107,7 +107,7 @@ def make_step(config: gpt.Config, seed: int) -> Callable[..., Any]:
 
 
 def make_planner(name: str, devices: int, tensor: int) -> Any:
-    """autopar's planner called `name`; `tensor` devices of `devices` split each matrix if it is megatron.
+    """autopar's planner called `name`, for so many devices; megatron cuts each matrix over `tensor` of them.
 
     Raises SystemExit if `tensor` does not divide `devices`.
     """
@@ -137,7 +137,7 @@ def train(
 ) -> Run:
     """The run of `steps` steps of `tokens` tokens each, from `state`, which is used up; shows its progress."""
     losses, seconds = [], []
-    with progress(console, steps) as show:
+    with progress(console, steps, "tokens") as show:
         for batch in islice(batches, steps):
             start = time.perf_counter()
             state, loss = step(state, batch)
@@ -148,13 +148,13 @@ def train(
 
 
 @contextmanager
-def progress(console: Console, steps: int) -> Iterator[Callable[[float, float], None]]:
-    """A function of (loss, tokens per second) to call after each step: moves a bar, or without a terminal prints."""
+def progress(console: Console, steps: int, unit: str) -> Iterator[Callable[[float, float], None]]:
+    """A function of (loss, units a second) to call after each step: it moves a bar or, without a terminal, prints."""
     if console.is_terminal:
         columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, TextColumn("{task.fields[rates]}"), console=console) as bar:
             task = bar.add_task("training", total=steps, rates="compiling")
-            yield lambda loss, rate: bar.update(task, advance=1, rates=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+            yield lambda loss, rate: bar.update(task, advance=1, rates=f"loss {loss:.3f}  {rate:,.0f} {unit}/s")
         return
 
     done = 0
@@ -165,7 +165,7 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[float, float], 
         done += 1
         if done in (1, steps) or done % every == 0:
             console.print(
-                f"step {done:>{len(str(steps))}}/{steps}  loss {loss:.3f}  {rate:,.0f} tokens/s", soft_wrap=True
+                f"step {done:>{len(str(steps))}}/{steps}  loss {loss:.3f}  {rate:,.0f} {unit}/s", soft_wrap=True
             )
 
     yield print_line
@@ -193,7 +193,7 @@ def result_table(run: Run, tokens: int, flops: float, held_out: float) -> Table:
 
 
 def comparison_table(planner: str, run: Run, plain: Run) -> Table:
-    """The table of how `run`, of `planner`, differs from the `plain` one of jax.jit over the same batches."""
+    """A `planner`'s run beside the `plain` one of jax.jit over the same batches, and how far their losses differ."""
     table = Table("", planner, "jit", title="comparison", title_justify="left")
     table.add_row("last loss", f"{run.last_loss:.3f}", f"{plain.last_loss:.3f}")
     table.add_row("step", f"{run.step_seconds * 1e3:,.1f} ms", f"{plain.step_seconds * 1e3:,.1f} ms")
@@ -228,7 +228,7 @@ def planned(
     devices: int,
     console: Console,
 ) -> Callable[..., Any]:
-    """`train_step` made parallel, its plan printed and saved; of `state` and `batch` only the shapes matter.
+    """`train_step` made parallel, for arguments of these shapes; prints its plan and saves it.
 
     Raises SystemExit if the planner has no plan.
     """

@@ -76,8 +76,8 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         "--planner",
         default="auto",
         choices=PLANNERS,
-        help="who chooses it: autopar's search (auto), a hand-made plan (dp, megatron, zero3, and the pipelines "
-        "gpipe and 1f1b), or nobody (jit: plain jax.jit on one device, the baseline) (default: %(default)s)",
+        help="autopar's search (auto), a hand-made plan (dp, megatron, zero3, and the pipelines gpipe and 1f1b) or "
+        "none (jit: plain jax.jit on one device, the baseline) (default: %(default)s)",
     )
     parallelism.add_argument(
         "--devices", **NUMBER, help="virtual devices to make on a CPU (default: 8, or 1 with jit); others are all used"
@@ -85,33 +85,43 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     parallelism.add_argument(
         "--tensor", default=2, **NUMBER, help="devices that split each matrix, with megatron (default: %(default)s)"
     )
-    parallelism.add_argument("--stages", **NUMBER, help=f"of the pipeline, with gpipe or 1f1b (default: {STAGES})")
-    parallelism.add_argument(
-        "--microbatches",
-        **NUMBER,
-        help=f"pieces of each batch, whose gradients add up (default: {MICROBATCHES} in a pipeline, else 1)",
-    )
+    add_pipeline(parallelism)
 
     results = parser.add_argument_group("results")
-    results.add_argument(
-        "--out", default="plan.json", metavar="PATH", help="where to save the plan; jit has none (default: %(default)s)"
-    )
-    results.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="plan anew, and keep nothing (default: the plan is found where an earlier run kept it)",
-    )
+    add_saved_plan(results)
     results.add_argument(
         "--compare", choices=("jit",), help="train again with plain jax.jit and print how far the losses differ"
+    )
+
+
+def add_pipeline(options: argparse._ActionsContainer) -> None:
+    """Adds the options of a pipeline: its stages and microbatches."""
+    options.add_argument("--stages", **NUMBER, help=f"of the pipeline, with gpipe or 1f1b (default: {STAGES})")
+    options.add_argument(
+        "--microbatches",
+        **NUMBER,
+        help=f"equal parts of each batch, whose gradients are summed (default: {MICROBATCHES} in a pipeline, else 1)",
+    )
+
+
+def add_saved_plan(options: argparse._ActionsContainer) -> None:
+    """Adds the options of where the plan is saved, and of whether one of an earlier run is taken."""
+    options.add_argument(
+        "--out", default="plan.json", metavar="PATH", help="where to save the plan (default: %(default)s)"
+    )
+    options.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="plan again and keep nothing (default: take the plan of an earlier run of the same step, if it was kept)",
     )
 
 
 def make_pipeline(
     schedule: str | None, stages: int | None, microbatches: int | None, batch: int
 ) -> autopar.Pipeline | None:
-    """The pipeline of that schedule, or None without one.
+    """The pipeline of that schedule with so many stages and microbatches, or None without a schedule.
 
-    Raises ValueError for stages without a schedule, and for microbatches that are no equal parts of the batch.
+    Raises ValueError for stages without a schedule, and for a number of microbatches that does not divide the batch.
     """
     count = microbatches or (MICROBATCHES if schedule else 1)
     if batch % count:

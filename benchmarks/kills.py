@@ -1,8 +1,9 @@
-"""`python -m benchmarks.kills`: processes of trainings killed, stopped or cut off at random, and what becomes of it.
+"""Trainings whose processes are killed, stopped or cut off at random: `python -m benchmarks.kills --help`.
 
-Each training suffers some disturbances, one after each start: at a random step, or at a random moment before its first,
-while the processes plan, compile and restore. It has to finish with the parameters of an undisturbed one, bit for bit,
-and every survivor has to report the loss by rank and host. Exit status 0 if all have.
+Each training is disturbed some times, once after each start: at a random step, or at a random moment before its first
+step, while the processes plan, compile and restore. It has to finish with the parameters of an undisturbed training,
+bit for bit, and every surviving process has to report which process is lost, by rank and host, within 30 seconds.
+Prints a line for each disturbance; the exit status is 0 if all trainings and reports are as they should be.
 """
 
 from __future__ import annotations
@@ -23,16 +24,24 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("resumed.py")
 HOWS = {"kill -9": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "cut off": signal.SIGUSR1}
+"""The signal of each disturbance; resumed.py answers SIGUSR1 by closing all its connections."""
+
 LINE = re.compile(r"\[(\d+)\] (pid|step|from|parameters) (.*)")
+"""A line of resumed.py: the rank that prints, and its pid, a step, the step that it starts from, or parameters."""
+
 REPORT = re.compile(r"\[(\d+)\] autopar: process (\d+) on host \S+ (is lost|has failed|hangs)|.*cannot be reached")
+"""A line in which a process names the one that is lost."""
+
 ALONE = re.compile(
     r"autopar launch: process (\d+) (has been stopped, and no other waits|was ended by SIGKILL; no other)"
 )
+"""The launcher's line on a lost process where no other is left to name it."""
+
 REPORT_SECONDS = 30.0
 """Seconds after which every survivor should have named who is gone."""
 
 STEPS = 8
-"""Steps of a start, at most, before it is disturbed: more than lie between two checkpoints."""
+"""The most steps of a start before it is disturbed: more than lie between two checkpoints."""
 
 START_SECONDS = 3.0
 """Seconds from the start of a script in which it plans, compiles and restores."""
@@ -40,8 +49,9 @@ START_SECONDS = 3.0
 
 @dataclass(slots=True, kw_only=True)
 class Kill:
-    """A disturbance of process `rank`: after so many `steps` of a start and some `delay` in seconds, or with no steps
-    that long after its script has begun. What has come of it is filled in.
+    """A disturbance of process `rank`, `delay` seconds after it has taken so many `steps`, or has begun if that is 0.
+
+    The `step` and the time `at` which it came, and who has reported it, are filled in as the training runs.
     """
 
     how: str
@@ -55,6 +65,7 @@ class Kill:
 
     @classmethod
     def drawn(cls, draw: random.Random, processes: int) -> Kill:
+        """A random disturbance; one in five comes before the first step."""
         early = draw.random() < 0.2
         how, rank = draw.choice(sorted(HOWS)), draw.randrange(processes)
         delay = draw.uniform(0, START_SECONDS if early else 0.1)
@@ -75,22 +86,22 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A training: its exit status, the steps that its starts went on from and a digest of its last parameters."""
+    """A training: exit status and seconds, the steps `resumed_at` that its starts went on from, parameters' digests."""
 
     status: int
     seconds: float
-    froms: tuple[int, ...]
+    resumed_at: tuple[int, ...]
     parameters: frozenset[str]
 
 
 def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outcome:
-    """The outcome of a training that is disturbed by these, one after each start."""
+    """The outcome of a training under these disturbances, one after each start; what comes of them is filled in."""
     start = time.monotonic()
     process = _started(options, len(kills), folder)
     watchdog = threading.Timer(options.timeout * (1 + len(kills)), process.kill)
     watchdog.start()
     pids: dict[int, int] = {}
-    froms: list[int] = []
+    resumed_at: list[int] = []
     parameters: set[str] = set()
     waiting = list(kills)
     begun: list[Kill] = []
@@ -105,7 +116,7 @@ def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outc
             sender = int(match[1] or line[1:].partition("]")[0])
             begun[-1].reported.setdefault(sender, time.monotonic() - begun[-1].at)
         if begun and (match := ALONE.match(line)) and begun[-1].at is not None and int(match[1]) == begun[-1].rank:
-            # Who has finished cannot tell.
+            # Processes that have finished cannot report it themselves.
             begun[-1].reported = dict.fromkeys(finished, time.monotonic() - begun[-1].at) | begun[-1].reported
         if not (match := LINE.match(line)):
             continue
@@ -114,7 +125,7 @@ def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outc
             pids[sender], steps[sender], starts[sender] = int(rest), 0, starts.get(sender, 0) + 1
             finished.discard(sender)
         elif kind == "from" and sender == 0:
-            froms.append(int(rest))
+            resumed_at.append(int(rest))
         elif kind == "parameters":
             finished.add(sender)
             parameters.add(f"{sender if options.planner.startswith('Pipeline') else 0}: {rest}")
@@ -128,7 +139,7 @@ def run(options: argparse.Namespace, kills: Sequence[Kill], folder: str) -> Outc
     status = process.wait()
     watchdog.cancel()
     seconds = time.monotonic() - start
-    return Outcome(status=status, seconds=seconds, froms=tuple(froms), parameters=frozenset(parameters))
+    return Outcome(status=status, seconds=seconds, resumed_at=tuple(resumed_at), parameters=frozenset(parameters))
 
 
 def _started(options: argparse.Namespace, kills: int, folder: str) -> subprocess.Popen[str]:
@@ -147,7 +158,7 @@ def _started(options: argparse.Namespace, kills: int, folder: str) -> subprocess
 
 
 def row(kill: Kill, processes: int) -> tuple[str, bool]:
-    """A line of the table, and whether every survivor has reported the loss in time."""
+    """The table's line of a disturbance, and whether every survivor has reported it in time."""
     survivors = set(range(processes)) - {kill.rank}
     is_reported = survivors <= kill.reported.keys()
     last = max((kill.reported[rank] for rank in survivors), default=0.0) if is_reported else float("inf")
@@ -156,21 +167,23 @@ def row(kill: Kill, processes: int) -> tuple[str, bool]:
 
 
 def main() -> int:
-    """Kills trainings and prints what becomes of them; 1 where one ends with other parameters."""
+    """Prints what becomes of disturbed trainings; 1 where one fails, ends with other parameters or is reported late."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=2, help="trainings (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=5, help="disturbances of each (default: %(default)s)")
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--planner", default="Pipeline(stages=2, microbatches=2)")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--every", type=int, default=5, help="steps from checkpoint to checkpoint")
-    parser.add_argument("--lost-seconds", type=float, default=8)
-    parser.add_argument("--timeout", type=float, default=240, help="seconds of a start, then it counts as a hang")
-    parser.add_argument("--large", action="store_true", help="send all arrays as large ones are")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--verbose", action="store_true")
+    shown = "(default: %(default)s)"
+    parser.add_argument("--processes", type=int, default=2, help=f"of a training, with a device each {shown}")
+    planner = "Pipeline(stages=2, microbatches=2)"
+    parser.add_argument("--planner", default=planner, metavar="TEXT", help=f"of autopar, as Python writes it {shown}")
+    parser.add_argument("--steps", type=int, default=40, help=f"of a training {shown}")
+    parser.add_argument("--every", type=int, default=5, help=f"steps from checkpoint to checkpoint {shown}")
+    parser.add_argument("--lost-seconds", type=float, default=8, help=f"of silence, then a process is lost {shown}")
+    parser.add_argument("--timeout", type=float, default=240, help=f"seconds of a start, then it hangs {shown}")
+    parser.add_argument("--large", action="store_true", help="send all arrays over the connections of large ones")
+    parser.add_argument("--seed", type=int, default=0, help=f"of the disturbances {shown}")
+    parser.add_argument("--verbose", action="store_true", help="also print what the trainings print")
     options = parser.parse_args()
     draw, good, count = random.Random(options.seed), True, 0
     with tempfile.TemporaryDirectory() as folder:
@@ -189,9 +202,9 @@ def main() -> int:
                 count += 1
         same = outcome.parameters == expected.parameters and bool(outcome.parameters)
         good &= same and outcome.status == 0
-        froms = ", ".join(map(str, outcome.froms))
+        resumed_at = ", ".join(map(str, outcome.resumed_at))
         end = f"status {outcome.status}, bit-equal {same}"
-        print(f"  {outcome.seconds:.0f} s, started from {froms}: {end}", flush=True)
+        print(f"  {outcome.seconds:.0f} s, started from {resumed_at}: {end}", flush=True)
     print(f"{count} kills: " + ("all have finished, with the same parameters" if good else "FAILED"))
     return 0 if good and count else 1
 

@@ -1,8 +1,8 @@
 """Plans of random networks within memory limits: `python -m benchmarks.limits --help`.
 
 Each network (`benchmarks.networks`) is planned without a limit, then within shares of what that plan needs, and within
-what each plan by hand needs. Of two plans that were found the one within the larger limit is to be as fast, none is to
-be slower than one by hand that keeps its limit, and nothing is to be refused that a plan at hand keeps.
+what each hand-made plan needs. No plan may be slower than one within a smaller limit, nor than a hand-made one that
+keeps its limit, and no limit may be refused that one of these plans keeps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 
 import autopar
 from benchmarks.console import stdout
-from benchmarks.memory_limit import words
+from benchmarks.memory_limit import measures_of
 from benchmarks.networks import Design, add_arguments, drawn
 from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError, PlanningError
@@ -29,14 +29,17 @@ from passes.text import quantities
 CLUSTERS = ("8:a100-80g", "2x4:v100-16g")
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
 ROOM = 1.02
-"""What is allowed to a plan that is known to fit, as a multiple of what that needs: nothing has to be met exactly."""
+"""The limit within which a plan is known, as a multiple of the bytes of that plan: none has to be met exactly."""
 SAME = 1e-6
 """The relative difference of seconds that rounding makes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Within:
-    """A plan within a limit, all infinite where none was found; `cpu` is seconds of planning on all cores."""
+    """A plan within a limit of bytes; its bytes, seconds and bound are infinite where none was found.
+
+    `why` names the limit and `how` what the plan does to fit; `cpu` is processor seconds of planning.
+    """
 
     why: str
     limit: float
@@ -57,9 +60,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.limits",
         description="Plan random networks without a memory limit, within shares of what that plan needs, and within "
-        "what plans by hand need. Prints steps as multiples of the one without a limit, and the processor time of "
-        "planning. Names every plan that is slower than one found within less, or than one by hand that keeps its "
-        "limit, and every refusal of what is known to fit; exits with 1 if there are any.",
+        "what hand-made plans need. Prints steps as multiples of the one without a limit, and the processor time of "
+        "planning. Names every plan that is slower than one within a smaller limit, or than a hand-made one that keeps "
+        "its limit, and every limit that is refused though a plan keeps it; exits with 1 if there are any.",
         epilog="example: python -m benchmarks.limits --seed 3 --count 5 --clusters 8:a100-80g --shares 0.3,0.6",
     )
     add_arguments(parser, 10, CLUSTERS)
@@ -78,11 +81,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def within_limits(
     design: Design, cluster: str, shares: Sequence[float], max_axes: int = 2
 ) -> tuple[Within, list[Within], list[str]]:
-    """The plan without a limit, those within limits from the least, and what is wrong with them, in words."""
+    """The plan without a limit, those within limits in ascending order, and what is wrong with them, in words."""
     network = design.network()
 
     def planned(planner: Any, limit: float | None, why: str) -> Within:
-        """A plan, or that there is none."""
+        """The plan within a limit, or that there is none."""
         began = time.process_time()
         most = None if limit is None else int(limit)
         step = autopar.parallelize(network.step, cluster=cluster, planner=planner, donate_argnums=0, memory_limit=most)
@@ -93,7 +96,7 @@ def within_limits(
             how = f"refused, {quantities.nbytes(least.peak_nbytes)} at least" if least else "refused"
             nbytes = seconds = bound = np.inf
         else:
-            how, nbytes, seconds, bound = words(plan), plan.peak_nbytes, plan.step_seconds, plan.solution.bound
+            how, nbytes, seconds, bound = measures_of(plan), plan.peak_nbytes, plan.step_seconds, plan.solution.bound
         cpu = time.process_time() - began
         limit = np.inf if limit is None else float(limit)
         return Within(why=why, limit=limit, nbytes=nbytes, seconds=seconds, bound=bound, how=how, cpu=cpu)
@@ -120,9 +123,9 @@ def _megatron(cluster: str) -> list[tuple[str, Any]]:
 
 
 def _violations(plans: Sequence[Within], unlimited: Sequence[Within]) -> list[str]:
-    """Everything that is wrong with plans, in words, those within the least limit first.
+    """Everything that is wrong with plans, in words; `plans` are in ascending order of their limits.
 
-    They are held against those within less, and those without a limit, the one that was searched and those by hand.
+    Each is compared with those within smaller limits, and with the unlimited ones, searched and hand-made.
     """
     wrong = list[str]()
     for place, plan in enumerate(plans):
@@ -142,9 +145,9 @@ def _violations(plans: Sequence[Within], unlimited: Sequence[Within]) -> list[st
 
 
 def table(free: Within, limited: Sequence[Within], title: str) -> Table:
-    """The plans of one network."""
+    """The plans of one network, a limit a row, the plan without a limit last."""
     printed = Table(title=title, title_justify="left")
-    for heading in ("limit", "MiB", "step", "by free", "plan", "CPU s"):
+    for heading in ("limit", "MiB", "step", "/ no limit", "plan", "planning, CPU s"):
         printed.add_column(heading, justify="left" if heading in ("limit", "plan") else "right")
     for plan in (*limited, free):
         printed.add_row(
@@ -159,7 +162,7 @@ def table(free: Within, limited: Sequence[Within], title: str) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table for each network; the exit status."""
+    """Prints a table for each network; 1 if a plan is slower than it may be or a limit is refused wrongly, else 0."""
     args = arguments(argv)
     console, rows, wrong = stdout(), list[dict[str, Any]](), list[str]()
     clusters: tuple[str, ...] = args.clusters

@@ -1,4 +1,4 @@
-"""A planned pipeline ready to run, with clocks on its instructions, and what it keeps alive."""
+"""A planned pipeline ready to run, the seconds of its steps and instructions, and the activations it keeps alive."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def mlp(layers: int, width: int, rows: int) -> Training:
 
 
 def load(training: Training, planner: autopar.Pipeline) -> Loaded:
-    """The training as that pipeline on the first devices, one step taken. Raises PlanningError."""
+    """The training as a pipeline on the first devices, after one step. Raises PlanningError where there is no plan."""
     devices = jax.devices()[: sum(planner.submeshes)]
     parallel = autopar.parallelize(training.step, planner=planner, devices=devices)
     arguments = training.state, training.batch
@@ -90,7 +90,7 @@ def load(training: Training, planner: autopar.Pipeline) -> Loaded:
 
 
 def live_activations(program: Program, n_stages: int) -> tuple[int, ...]:
-    """The most microbatches of which each stage keeps at once what its forward made and its backward reads."""
+    """The most microbatches whose activations, made forward and read backward, each stage keeps at once [stages]."""
     read = {
         (slot, i.task.stage, i.task.microbatch)
         for i in program.instructions

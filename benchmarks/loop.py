@@ -1,10 +1,9 @@
-"""Training a small model of the zoo on real data as autopar plans it: what the scripts of single models share."""
+"""The training of a small model on real data as autopar plans it: shared by `benchmarks.moe` and `.wide_resnet`."""
 
 import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -12,15 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import autopar
 from autopar.tools.command import kept_plans
 from benchmarks.console import stdout
-from benchmarks.gpt import EDGE_STEPS, LINES, make_optimizer, start_devices
-from benchmarks.gpt_options import MICROBATCHES, PIPELINES, STAGES, make_pipeline, positive
+from benchmarks.gpt import EDGE_STEPS, make_optimizer, progress, start_devices
+from benchmarks.gpt_options import NUMBER, PIPELINES, add_pipeline, add_saved_plan, make_pipeline
 from benchmarks.trainings import make_state, make_step
 
 Batches = Callable[[int, int], Iterator[dict[str, Any]]]
@@ -28,18 +25,19 @@ Batches = Callable[[int, int], Iterator[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A model of `models` and its data.
+    """A module of `models` with a configuration, its data, and what is reported of its training.
 
-    `batches` gives endless batches from (batch size, seed); a sample of one is `share` of `unit`, which rates count.
-    `judge` gives (what, value) of the trained state on data held out. A `coupled` model's batch cannot be computed in
-    microbatches exactly (batch normalisation): each then takes its own statistics.
+    `batches(batch size, seed)` yields batches without end. In the rates that are printed, each sample counts as
+    `units_a_sample` of `unit`, which is tokens or images. `judge(state)` is a line of the result: its label, and the
+    trained state's quality on held-out data. In a `coupled` model the samples of a batch depend on each other, as by
+    batch normalisation: microbatches then take their own statistics, and the step is not exactly that of the batch.
     """
 
     module: ModuleType
     config: Any
     batches: Batches
     unit: str
-    share: int
+    units_a_sample: int
     judge: Callable[[Any], tuple[str, str]]
     coupled: bool = False
 
@@ -51,9 +49,8 @@ def parser(name: str, description: str, *, batch: int, learning_rate: float) -> 
         description=description,
         epilog=f"example: python -m benchmarks.{name} --planner zero3 --steps 50",
     )
-    number = {"type": positive, "metavar": "N"}
-    parser.add_argument("--steps", default=100, **number, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--batch", default=batch, **number, help="samples a step, all devices (default: %(default)s)")
+    parser.add_argument("--steps", default=100, **NUMBER, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--batch", default=batch, **NUMBER, help="samples a step, all devices (default: %(default)s)")
     parser.add_argument(
         "--learning-rate",
         default=learning_rate,
@@ -69,34 +66,24 @@ def parser(name: str, description: str, *, batch: int, learning_rate: float) -> 
         default="auto",
         type=planner,
         metavar="auto|dp|zero3|megatron:DxT|gpipe|1f1b",
-        help="who plans: autopar's search, or by hand; megatron cuts the batch over D devices, matrices over T; gpipe "
-        "and 1f1b make a pipeline (default: %(default)s)",
+        help="autopar's search (auto), or a hand-made plan; megatron cuts the batch over D devices, matrices over T; "
+        "gpipe and 1f1b make a pipeline (default: %(default)s)",
     )
-    parser.add_argument("--stages", **number, help=f"of the pipeline, with gpipe or 1f1b (default: {STAGES})")
+    add_pipeline(parser)
     parser.add_argument(
-        "--microbatches",
-        **number,
-        help=f"pieces of each batch, whose gradients add up (default: {MICROBATCHES} in a pipeline, else 1)",
+        "--devices", **NUMBER, help="virtual devices to make on a CPU (default: 8); others are all used"
     )
     parser.add_argument(
-        "--devices", **number, help="virtual devices to make on a CPU (default: 8); others are all used"
+        "--cluster",
+        metavar="FILE",
+        help="plan for the cluster that `autopar measure --out FILE` saved (default: the devices here)",
     )
-    parser.add_argument(
-        "--cluster", metavar="FILE", help="plan for what `autopar measure` saved (default: what is here)"
-    )
-    parser.add_argument(
-        "--out", default="plan.json", metavar="PATH", help="where to save the plan (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="plan anew, and keep nothing (default: the plan is found where an earlier run kept it)",
-    )
+    add_saved_plan(parser)
     return parser
 
 
 def options(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The parsed command line, its planner complete; exits where options do not go together."""
+    """The parsed command line, with a pipeline as its planner where one is named; exits where options contradict."""
     args = parser.parse_args(argv)
     schedule = args.planner if args.planner in PIPELINES else None
     try:
@@ -109,7 +96,10 @@ def options(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse
 
 
 def planner(text: str) -> Any:
-    """The planner that `text` names, a pipeline by its name alone. Raises ArgumentTypeError if there is none."""
+    """The planner that `text` names, or the name of a pipeline, which `options` completes.
+
+    Raises ArgumentTypeError for any other text.
+    """
     match text.partition(":"):
         case "auto", "", _:
             return autopar.Auto()
@@ -145,7 +135,7 @@ def run(task: Task, args: argparse.Namespace) -> None:
     state = jax.jit(partial(make_state, task.module, task.config, optimizer))(jax.random.key(args.seed))
     batches = task.batches(args.batch, args.seed)
     console.print(
-        f"{task.module.parameters(task.config):,} parameters; {args.batch * task.share:,} {task.unit} a step; "
+        f"{task.module.parameters(task.config):,} parameters; {args.batch * task.units_a_sample:,} {task.unit} a step; "
         f"{devices} x {jax.devices()[0].device_kind}",
         soft_wrap=True,
     )
@@ -172,40 +162,21 @@ def run(task: Task, args: argparse.Namespace) -> None:
             state, loss = step(state, batch)
             losses.append(float(loss))  # waits for the step, so that the time is the step's own
             seconds.append(time.perf_counter() - start)
-            show(losses[-1], args.batch * task.share / seconds[-1])
+            show(losses[-1], args.batch * task.units_a_sample / seconds[-1])
     console.print(result_table(task, args.batch, losses, seconds, jax.device_get(state)))
 
 
-@contextmanager
-def progress(console: Console, steps: int, unit: str) -> Iterator[Callable[[float, float], None]]:
-    """A function of (loss, units per second) to call after each step: moves a bar, or without a terminal prints."""
-    if console.is_terminal:
-        columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[rates]}"), console=console) as bar:
-            task = bar.add_task("training", total=steps, rates="compiling")
-            yield lambda loss, rate: bar.update(task, advance=1, rates=f"loss {loss:.3f}  {rate:,.0f} {unit}/s")
-        return
-
-    every, done = max(1, steps // LINES), 0
-
-    def print_line(loss: float, rate: float) -> None:
-        nonlocal done
-        done += 1
-        if done in (1, steps) or done % every == 0:
-            console.print(f"step {done}/{steps}  loss {loss:.3f}  {rate:,.0f} {unit}/s", soft_wrap=True)
-
-    yield print_line
-
-
 def result_table(task: Task, batch_size: int, losses: list[float], seconds: list[float], state: Any) -> Table:
-    """The table of what the run measured, to print at its end."""
+    """The losses, step times and speed of a run, and the trained state's quality, as a table."""
     table = Table(title="result", show_header=False, title_justify="left")
     step = statistics.median(seconds[1:] or seconds)
-    table.add_row("first loss", f"{statistics.fmean(losses[:EDGE_STEPS]):.3f} nats, mean of {EDGE_STEPS} steps")
+    table.add_row(
+        "first loss", f"{statistics.fmean(losses[:EDGE_STEPS]):.3f} nats, mean of {len(losses[:EDGE_STEPS])} steps"
+    )
     table.add_row("last loss", f"{statistics.fmean(losses[-EDGE_STEPS:]):.3f}")
     table.add_row(*task.judge(state))
     table.add_row("step", f"{step * 1e3:,.1f} ms, median after the first")
     table.add_row("first step", f"{seconds[0]:.1f} s, with compilation")
     rate = task.module.flops(task.config, batch_size) / step
-    table.add_row("speed", f"{batch_size * task.share / step:,.0f} {task.unit}/s, {rate / 1e9:,.1f} GFLOP/s")
+    table.add_row("speed", f"{batch_size * task.units_a_sample / step:,.0f} {task.unit}/s, {rate / 1e9:,.1f} GFLOP/s")
     return table

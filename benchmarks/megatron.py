@@ -1,4 +1,7 @@
-"""The activations that Megatron sends: a walk through the forward pass, as benchmarks/textbook.py derives it."""
+"""The collectives that Megatron has for activations, found by a walk through the forward pass.
+
+`benchmarks.textbook` says which they are and why.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.causes import Program, is_early, layer_of, when
+from benchmarks.causes import Program, computes_activations, layer_of, when
 from benchmarks.regions import Region, Value
 from benchmarks.verdicts import Allowed, Style, on_wire, seconds_of
 from passes.cluster import collectives
@@ -22,16 +25,17 @@ def is_matrix(program: Program, region: Region, value: int) -> bool:
 
 
 def megatron(program: Program, style: Style) -> Iterator[Allowed]:
-    """The activations that Megatron sends over the axes `tensor`, found by walking through the forward pass."""
+    """The collectives of activations over the axes `tensor`; none where the style has no such axes."""
     if style.tensor:
         yield from _Walk(program=program, style=style).run()
 
 
 @dataclass(kw_only=True)
 class _Walk:
-    """The dimensions of every activation that may be cut over `tensor` as columns are; none means that it is whole.
+    """A walk through the forward pass.
 
-    `read` are the whole activations that products have read, by the value that they are copies of.
+    `cut` are the dimensions of each activation that are cut over `tensor`, none where it is whole. `same` is the value
+    that a value is a copy of, and `read` are the whole activations, by that value, that products have read.
     """
 
     program: Program
@@ -43,7 +47,7 @@ class _Walk:
 
     @property
     def parts(self) -> int:
-        """The devices of `tensor`."""
+        """The number of devices along `tensor`."""
         return math.prod(map(self.program.mesh.axis_size, self.style.tensor))
 
     def run(self) -> list[Allowed]:
@@ -55,7 +59,7 @@ class _Walk:
         for index, node in enumerate(graph.nodes):
             if index in region.controls:
                 self._control(region, index)
-            elif is_early(node):
+            elif computes_activations(node):
                 self._node(region, node, rule_of(node, graph))
 
     def _control(self, region: Region, index: int) -> None:
@@ -83,15 +87,15 @@ class _Walk:
             return
         batch = self.program.batch
         pairs = list(zip(node.inputs, rule.operands, strict=True))
-        moving = [(v, f) for v, f in pairs if (here, v) in batch and self.program.is_moving((here, v))]
-        if not moving:
+        activations = [(v, f) for v, f in pairs if (here, v) in batch and self.program.depends_on_batch((here, v))]
+        if not activations:
             return
         weights = [(v, f) for v, f in pairs if is_matrix(self.program, region, v)]
-        cut = [(v, f, frozenset(f[d] for d in self.cut.get((here, v), ()))) for v, f in moving]
+        cut = [(v, f, frozenset(f[d] for d in self.cut.get((here, v), ()))) for v, f in activations]
         made = {f for factors in rule.results for f in factors if f >= 0}
         cut_factors = frozenset().union(*(cut_by for _, _, cut_by in cut))
         if weights and not rule.light:
-            self._product(region, node, rule, cut_factors, made, moving, weights)
+            self._product(region, node, rule, cut_factors, made, activations, weights)
             return
         kept = frozenset(
             f for f in cut_factors if f in made and all(f in cut_by or f not in fs for _, fs, cut_by in cut)
@@ -105,8 +109,12 @@ class _Walk:
             self._send(region, node, result, "all_gather" if meets else "all_reduce", mirrored=mirrored)
         for value, factors in zip(node.outputs, rule.results, strict=True):
             self.cut[here, value] = frozenset(d for d, f in enumerate(factors) if f in kept)
-        if len(moving) == 1 and len(pairs) == 1 and graph.types[node.outputs[0]].size == graph.types[moving[0][0]].size:
-            self.same[here, node.outputs[0]] = self._root((here, moving[0][0]))
+        if (
+            len(activations) == 1
+            and len(pairs) == 1
+            and graph.types[node.outputs[0]].size == graph.types[activations[0][0]].size
+        ):
+            self.same[here, node.outputs[0]] = self._root((here, activations[0][0]))
 
     def _product(
         self,
@@ -115,28 +123,27 @@ class _Walk:
         rule: ShardingRule,
         cut_factors: frozenset[int],
         made: set[int],
-        moving: Sequence[tuple[int, tuple[int, ...]]],
+        activations: Sequence[tuple[int, tuple[int, ...]]],
         weights: Sequence[tuple[int, tuple[int, ...]]],
     ) -> None:
-        """A product of an activation with a weight."""
+        """Adds what a product of an activation with a weight sends, by which of the weight's dimensions are cut."""
         of_weights = {f for _, factors in weights for f in factors if f >= 0}
-        shared = {f for _, factors in moving for f in factors}
+        shared = {f for _, factors in activations for f in factors}
         unfinished = frozenset(cut_factors & made)
         if cut_factors and unfinished:
             kept = unfinished
-        elif (
-            cut_factors or not of_weights & shared
-        ):  # rows; an embedding shares no dimension with the tokens that it is read at
+        # Rows are cut; an embedding shares no dimension with the tokens that it is read at.
+        elif cut_factors or not of_weights & shared:
             kept = frozenset()
             self._send(region, node, node.outputs[0], "all_reduce", mirrored=False)
         else:
             kept = frozenset(f for f in of_weights - shared if f in made and rule.factors[f].size % self.parts == 0)
-            self._columns(region, node, moving[0][0], rows=not kept)
+            self._columns(region, node, activations[0][0], rows=not kept)
         for value, factors in zip(node.outputs, rule.results, strict=True):
             self.cut[region.number, value] = frozenset(d for d, f in enumerate(factors) if f in kept)
 
     def _columns(self, region: Region, node: Node, value: int, *, rows: bool) -> None:
-        """A product that reads a whole activation; one that cuts `rows` after all sends what it makes as well."""
+        """Adds what a product sends that reads a whole activation; with the weight cut by `rows`, its result too."""
         kind = "all_gather" if rows else "all_reduce"
         if rows:
             self._send(region, node, node.outputs[0], "all_reduce", mirrored=False)

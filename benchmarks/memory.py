@@ -1,9 +1,9 @@
 """Predicted peak memory against XLA's own analysis, over the model zoo: `python -m benchmarks.memory --help`.
 
 Every model is planned and compiled for 8 virtual CPU devices under each planner, in float32 and in bfloat16, with its
-blocks recomputed or not and in 1 to 8 microbatches; then functions that are no models. What the plan predicts
-for one device is held against what XLA's CPU compiler reports: arguments, plus outputs, less what they share, plus
-temporaries. `--zero` holds model states against the ZeRO paper's.
+blocks recomputed or not and in 1 to 8 microbatches; so are functions outside the zoo. The peak that the plan predicts
+for one device stands beside what XLA's CPU compiler reports: arguments, plus outputs, less what they share, plus
+temporaries. `--zero` compares planned model states with those that the ZeRO paper prints.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -27,15 +27,16 @@ from rich.table import Table
 import autopar
 from benchmarks.console import stdout
 from benchmarks.functions import FUNCTIONS, Function
+from benchmarks.heaps import step_nbytes
+from benchmarks.lists import names, some_of, whole_numbers
 from benchmarks.trainings import MODELS, make_state, make_step
-from benchmarks.zoo import models
 from passes.errors import PlanningError
 from passes.memory import gradient_nbytes
 from passes.text import quantities
 
 DEVICES = 8
-WORST_TARGET = 0.15
-UNDER_TARGET = 0.05
+WORST_TARGET, UNDER_TARGET = 0.15, 0.05
+"""The targets of a predicted peak's relative error: at most so much too high, at most so much too low."""
 
 PLANNERS: dict[str, Callable[[], Any]] = {
     "dp": autopar.DataParallel,
@@ -48,6 +49,7 @@ DTYPES = ("float32", "bfloat16")
 FUNCTION_PLANNERS = frozenset({"dp", "auto"})
 ZERO = Path(__file__).resolve().parent / "published" / "data" / "zero.csv"
 V100_NBYTES = 32e9
+"""The memory of the ZeRO paper's V100, whose tables count in decimal gigabytes."""
 STAGES = {"baseline DP": 0, "Pos+g (ZeRO-2)": 2, "Pos+g+p (ZeRO-3)": 3}
 """The paper's schemes that are planned; its Pos is not, for `Zero(1)` scatters gradients as soon as they are summed."""
 
@@ -84,7 +86,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """A printed value of the ZeRO paper, what the plan comes to, and by how much they may differ for its rounding."""
+    """A value that the ZeRO paper prints, the plan's, and by how much the two may differ for the paper's rounding."""
 
     table: str
     scheme: str
@@ -95,7 +97,7 @@ class Published:
 
     @property
     def agrees(self) -> bool:
-        """Whether it is what is published, to its last digit."""
+        """Whether the plan's value is the printed one, to its last digit."""
         return abs(self.printed - self.planned) <= self.rounding * (1 + 1e-9)
 
 
@@ -107,48 +109,42 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "of one device beside XLA's own. Targets: at most 15 % too high, never 5 % too low; what misses fails.",
         epilog="example: python -m benchmarks.memory --models gpt,moe --planners dp,zero3 --microbatches 1,4",
     )
-    parser.add_argument("--models", default=tuple(MODELS), type=models, metavar="A,B", help="(default: all)")
     parser.add_argument(
-        "--planners", default=tuple(PLANNERS), type=planners, metavar="A,B", help=f"of {', '.join(PLANNERS)}"
+        "--models", default=tuple(MODELS), type=names("model", MODELS), metavar="A,B", help=some_of(MODELS)
     )
     parser.add_argument(
-        "--microbatches", default=COUNTS, type=counts, metavar="N,M", help="(default: 1,2,4,8; whole models only: 1)"
+        "--planners",
+        default=tuple(PLANNERS),
+        type=names("planner", PLANNERS),
+        metavar="A,B",
+        help=some_of(PLANNERS),
+    )
+    parser.add_argument(
+        "--microbatches",
+        default=COUNTS,
+        type=whole_numbers,
+        metavar="N,M",
+        help=f"of models (default: {','.join(map(str, COUNTS))}); functions have one",
     )
     parser.add_argument(
         "--functions", default=tuple(FUNCTIONS), type=functions, metavar="A,B", help="(default: all), or none"
     )
-    parser.add_argument("--dtypes", default=DTYPES, type=dtypes, metavar="A,B", help=f"of {', '.join(DTYPES)}")
+    parser.add_argument(
+        "--dtypes",
+        default=DTYPES,
+        type=names("dtype", DTYPES),
+        metavar="A,B",
+        help=f"that models compute in, of {', '.join(DTYPES)} (default: all)",
+    )
     parser.add_argument("--remat", choices=("off", "on", "both"), default="both", help="(default: %(default)s)")
-    parser.add_argument("--zero", action="store_true", help="instead, the model states of the ZeRO paper, tables 1, 2")
+    parser.add_argument("--zero", action="store_true", help="instead, model states beside tables 1, 2 of ZeRO")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
 
 
-def planners(text: str) -> tuple[str, ...]:
-    """The planners that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    return _listed(text, "planner", PLANNERS)
-
-
 def functions(text: str) -> tuple[str, ...]:
     """The functions that `text` lists, or none. Raises ArgumentTypeError for one that is not there."""
-    return () if text == "none" else _listed(text, "function", FUNCTIONS)
-
-
-def dtypes(text: str) -> tuple[str, ...]:
-    """The dtypes that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    return _listed(text, "dtype", DTYPES)
-
-
-def _listed(text: str, option: str, choices: Collection[str]) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in choices]:
-        raise argparse.ArgumentTypeError(f"no {option} is called {unknown[0]!r}; there are {', '.join(choices)}")
-    return names
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """The numbers that `text` lists."""
-    return tuple(int(part) for part in text.split(","))
+    return () if text == "none" else names("function", FUNCTIONS)(text)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -184,14 +180,10 @@ def measure(case: Case) -> Row:
         planner, count = replace(planner, microbatches=case.microbatches), None
     parallel = autopar.parallelize(planned.call, planner=planner, donate_argnums=planned.donated, microbatches=count)
     compiled = parallel.lower(*planned.arguments).compile()
-    analysis = compiled.memory_analysis()
     return Row(
         case=case,
         predicted=dict(compiled.plan.nbytes),
-        measured_nbytes=analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes,
+        measured_nbytes=step_nbytes(compiled.memory_analysis()),
     )
 
 
@@ -212,13 +204,16 @@ def mixed_precision_step(state: Any, batch: Any) -> Any:
 
 
 def state_nbytes(stage: int, devices: int, billions: float) -> float:
-    """Bytes of model state on one device: of `billions` of parameters in all, exact for a multiple of 2,097,152."""
+    """Bytes of model state on one device under a stage of ZeRO, 0 for none, with `billions` of parameters in all.
+
+    They are exact for a multiple of 2,097,152 parameters, and scaled to others.
+    """
     width, depth = 1024, 1024 * max(1, round(billions * 1e9 / 2**21))
     shapes = ((width, depth), (depth, width))
     halves, floats = (tuple(jax.ShapeDtypeStruct(s, t) for s in shapes) for t in (jnp.float16, jnp.float32))
     planner = autopar.Zero(stage) if stage else autopar.DataParallel()
     cluster = f"{max(1, devices // 8)}x{min(devices, 8)}:v100-32g"
-    # What does not fit is asked too: the paper says what each scheme needs.
+    # No limit: the paper says what each scheme needs, be it more than a device has.
     parallel = autopar.parallelize(
         mixed_precision_step, planner=planner, cluster=cluster, donate_argnums=(0,), memory_limit=10**18
     )
@@ -271,11 +266,11 @@ def rounding_of(printed: str, degree: int = 1) -> float:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One case a row."""
+    """The predicted peak of one device beside XLA's, one case a row; what is out of bounds in red."""
     shown = Table(title="peak memory of one device", title_justify="left", padding=(0, 0))
     for name in ("program", "dtype", "planner", "remat"):
         shown.add_column(name, no_wrap=True)
-    for name in ("microbatches", "predicted", "XLA", "error"):
+    for name in ("microbatches", "predicted peak", "XLA's peak", "error"):
         shown.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         shown.add_row(
@@ -296,10 +291,10 @@ def summary(rows: Sequence[Row]) -> Table:
     """Errors by program, dtype and planner: how many are out of bounds, median, worst, and worst that is too low."""
     shown = Table(title="errors", title_justify="left", padding=(0, 0))
     shown.add_column("", no_wrap=True)
-    for name in ("cases", "out of bounds", "median", "worst", "worst under"):
+    for name in ("cases", "out of bounds", "median", "worst", "most too low"):
         shown.add_column(name, justify="right", no_wrap=True)
-    names = dict.fromkeys((*MODELS, *(r.case.model for r in rows), *DTYPES, *PLANNERS))
-    groups = {name: [r for r in rows if name in (r.case.model, r.case.dtype, r.case.planner)] for name in names}
+    labels = dict.fromkeys((*MODELS, *(r.case.model for r in rows), *DTYPES, *PLANNERS))
+    groups = {name: [r for r in rows if name in (r.case.model, r.case.dtype, r.case.planner)] for name in labels}
     groups["outside the zoo"] = [r for r in rows if r.case.model in FUNCTIONS]
     for name, members in {**groups, "all": list(rows)}.items():
         if members:
@@ -316,7 +311,7 @@ def summary(rows: Sequence[Row]) -> Table:
 
 
 def zero_table(rows: Sequence[Published]) -> Table:
-    """One printed value a row."""
+    """The paper's values beside the plans', one value a row; those that disagree in red."""
     shown = Table(title="model states: the ZeRO paper and the plans", title_justify="left", padding=(0, 0))
     for name in ("table", "scheme", "case"):
         shown.add_column(name, no_wrap=True)
@@ -328,7 +323,8 @@ def zero_table(rows: Sequence[Published]) -> Table:
     return shown
 
 
-def _zero(console: Console, as_json: bool) -> int:
+def _zero(console: Console, *, as_json: bool) -> int:
+    """Prints model states beside the ZeRO paper's; 1 if a printed value is missed, else 0."""
     rows = list(published())
     missed = sum(not row.agrees for row in rows)
     if as_json:
@@ -348,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     if args.zero:
-        return _zero(console, args.json)
+        return _zero(console, as_json=args.json)
     rows: list[Row] = []
     without: dict[str, Case] = {}
     for case in cases(args):
@@ -365,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(
         f"{missed} of {len(rows)} out of bounds: more than {100 * UNDER_TARGET:.0f} % too low or "
         f"{100 * WORST_TARGET:.0f} % too high; "
-        "XLA: arguments + outputs - aliased + temporaries of one device"
+        "XLA's peak: arguments + outputs - aliased + temporaries of one device"
     )
     for reason in without:
         console.print(f"left out: {reason}", soft_wrap=True)

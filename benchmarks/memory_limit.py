@@ -1,7 +1,7 @@
-"""Steps that have to fit: `python -m benchmarks.memory_limit --help`.
+"""Plans within a memory limit, compiled, run and compared with `jax.jit`: `python -m benchmarks.memory_limit --help`.
 
-A GPT whose plain `jax.jit` needs four times the limit is planned under it, compiled, run and compared with jit. With
-`--large`, models of the papers are planned for clusters that nobody has here, one of which is too small.
+The limit is a share, by default a quarter, of the bytes that plain `jax.jit` needs for a step of a GPT. With `--large`,
+models of papers are planned for the papers' clusters, from shapes alone; one of the clusters is too small.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from rich.table import Table
 
 import autopar
 from benchmarks.console import stdout
+from benchmarks.equality import difference, mesh_text
+from benchmarks.heaps import step_nbytes
 from benchmarks.one_device import make_step
 from models import gpt
 from passes.errors import OverBudgetError
@@ -28,13 +30,16 @@ from passes.text import quantities
 
 DEVICES = 8
 SLOWER = 1.15
-"""What a step under the limit may take, as a multiple of the step without one."""
+"""The most that a step under the limit may take, as a multiple of the one that is planned without a limit."""
+
+TOO_SMALL = "GPT-3 175B on 8 A100"
 
 LARGE = {
     "GPT 39B on 64 V100": ("39B", "8x8:v100-16g", 1024),
     "GPT-3 175B on 64 A100": ("175B", "8x8:a100-80g", 512),
-    "GPT-3 175B on 8 A100": ("175B", "8:a100-80g", 64),
+    TOO_SMALL: ("175B", "8:a100-80g", 64),
 }
+"""Preset, cluster and sequences of a step by title; the plan of `TOO_SMALL` is to be refused."""
 GPT3 = gpt.Config(vocab_size=51200, sequence_length=2048, hidden=12288, layers=96, heads=96)
 
 
@@ -48,7 +53,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         epilog="example: python -m benchmarks.memory_limit --share 0.25 --share 0.05",
     )
     parser.add_argument(
-        "--share", type=float, action="append", metavar="X", help="of jit's memory; again for more (default: 0.25)"
+        "--share",
+        type=float,
+        action="append",
+        metavar="X",
+        help="the limit, of jit's memory; again for more (default: 0.25)",
     )
     parser.add_argument("--batch", default=32, type=int, metavar="N", help="sequences a step (default: %(default)s)")
     parser.add_argument("--large", action="store_true", help="plan the papers' models for their clusters instead")
@@ -56,20 +65,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def nbytes(compiled: Any) -> int:
-    """Bytes of one device: arguments, outputs beyond those, temporaries."""
-    analysis = compiled.memory_analysis()
-    fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return analysis.argument_size_in_bytes + fresh + analysis.temp_size_in_bytes
-
-
-def difference(mine: Any, theirs: Any) -> float:
-    """The largest difference of any array, relative to the array's largest element."""
-    pairs = zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True)
-    return max(float(jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)) for a, b in pairs)
+    """Bytes that one device needs of a compiled step, by XLA's account."""
+    return step_nbytes(compiled.memory_analysis())
 
 
 def under(shares: list[float], batch_size: int, console: Console) -> int:
-    """Plans, compiles and runs a GPT under shares of jit's memory; the exit status."""
+    """The exit status of a GPT planned, compiled and run under shares of jit's memory: 1 where a bound is missed."""
     config = gpt.Config.tiny()
     optimizer = optax.sgd(0.1, momentum=0.9)
     step = make_step(config, optimizer)
@@ -80,9 +81,9 @@ def under(shares: list[float], batch_size: int, console: Console) -> int:
     free = autopar.parallelize(step, donate_argnums=0).plan(state, batch)
     table = Table(
         title=f"GPT of 0.8 M parameters, batch {batch_size}, {DEVICES} devices; jit needs "
-        f"{quantities.nbytes(nbytes(serial))}, the free plan {quantities.nbytes(free.peak_nbytes)} each"
+        f"{quantities.nbytes(nbytes(serial))}, the plan without a limit {quantities.nbytes(free.peak_nbytes)} a device"
     )
-    for heading in ("limit", "of jit", "planned", "compiled", "plan", "step", "by free", "differs", "planning"):
+    for heading in ("limit", "/ jit", "planned peak", "compiled", "plan", "step", "/ no limit", "differs", "planning"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
     missed: list[str] = []
     for fraction in shares:
@@ -103,7 +104,7 @@ def under(shares: list[float], batch_size: int, console: Console) -> int:
             f"{fraction:g}",
             quantities.nbytes(plan.peak_nbytes),
             quantities.nbytes(nbytes(compiled)),
-            words(plan),
+            measures_of(plan),
             quantities.seconds(plan.step_seconds),
             f"{slower:.2f}",
             f"{off:.0e}",
@@ -114,28 +115,28 @@ def under(shares: list[float], batch_size: int, console: Console) -> int:
                 f"{fraction:g} of jit's memory: compiled, the step needs {quantities.nbytes(nbytes(compiled))}"
             )
         if slower > SLOWER:
-            missed.append(f"{fraction:g} of jit's memory: {slower:.2f} times the free plan's step, bound {SLOWER}")
+            missed.append(f"{fraction:g} of jit's memory: {slower:.2f} times the step without a limit, bound {SLOWER}")
     console.print(table)
     for line in missed:
         console.print(f"MISSED {line}")
     return 1 if missed else 0
 
 
-def words(plan: Any) -> str:
-    """The measures by which a plan fits, in words."""
-    parts = [f"mesh {'x'.join(map(str, plan.mesh.sizes))}"]
+def measures_of(plan: Any) -> str:
+    """The measures by which a plan fits its limit, in words: its mesh, microbatches, recomputed layers, offloading."""
+    parts = [f"mesh {mesh_text(plan)}"]
     if plan.microbatches > 1:
         parts.append(f"{plan.microbatches} microbatches")
     if plan.remat:
         again = sum(policy != "everything" for policy in plan.remat)
-        parts.append(f"{again} of {len(plan.remat)} layers compute again")
+        parts.append(f"{again} of {len(plan.remat)} layers recompute")
     if plan.offloaded:
         parts.append("state with the host")
     return ", ".join(parts)
 
 
 def large(console: Console) -> int:
-    """Plans models of the papers; the exit status."""
+    """The exit status of the papers' models, planned: 1 where one does not fit, or where the one too large does."""
     status = 0
     for title, (preset, cluster, rows) in LARGE.items():
         config = GPT3 if preset == "175B" else gpt.Config.preset(preset)
@@ -144,14 +145,14 @@ def large(console: Console) -> int:
         try:
             plan = planned(config, cluster, rows)
             console.print(
-                f"{title}: {quantities.nbytes(plan.peak_nbytes)} a device, {words(plan)}, step "
+                f"{title}: {quantities.nbytes(plan.peak_nbytes)} a device, {measures_of(plan)}, step "
                 f"{quantities.seconds(plan.step_seconds)}, planned in {time.perf_counter() - start:.0f} s"
             )
             console.print(f"  {', '.join(f'{quantities.nbytes(v)} {cause}' for cause, v in plan.nbytes.items())}")
-            status |= title.endswith("on 8 A100")
+            status |= title == TOO_SMALL
         except OverBudgetError as error:
             console.print(f"{title}: does not fit, after {time.perf_counter() - start:.0f} s\n{error}", markup=False)
-            status |= not title.endswith("on 8 A100")
+            status |= title != TOO_SMALL
     return status
 
 

@@ -10,10 +10,11 @@ import jax
 
 from benchmarks import corpus
 from benchmarks.gpt import HELD_OUT_BATCHES
-from benchmarks.loop import Task, options, parser, positive, run
+from benchmarks.gpt_options import NUMBER
+from benchmarks.loop import Task, options, parser, run
 from models import moe
 
-JUDGED = 8  # sequences of a batch held out
+HELD_OUT_BATCH = 8  # sequences of each batch of the held-out text
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -24,16 +25,14 @@ def main(argv: list[str] | None = None) -> None:
         batch=16,
         learning_rate=1e-3,
     )
-    command_line.add_argument(
-        "--layers", default=2, type=positive, metavar="N", help="every even one has experts (default: 2)"
-    )
+    command_line.add_argument("--layers", default=2, **NUMBER, help="every even one has experts (default: %(default)s)")
     args = options(command_line, argv)
     config = replace(moe.Config.preset("tiny"), layers=args.layers)
     text = corpus.read()
     length = config.sequence_length
 
     def judge(state: Any) -> tuple[str, str]:
-        batches = corpus.batches(text.held_out, batch_size=JUDGED, sequence_length=length, seed=0)
+        batches = corpus.batches(text.held_out, batch_size=HELD_OUT_BATCH, sequence_length=length, seed=0)
         loss = jax.jit(partial(moe.loss, config))
         losses = [float(loss(state[0], batch)) for batch in islice(batches, HELD_OUT_BATCHES)]
         return "held-out loss", f"{statistics.fmean(losses):.3f} nats, with the load-balancing loss"
@@ -44,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
             config=config,
             batches=lambda size, seed: corpus.batches(text.train, batch_size=size, sequence_length=length, seed=seed),
             unit="tokens",
-            share=length,
+            units_a_sample=length,
             judge=judge,
         ),
         args,

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.lists import words
+
 Shape = tuple[int, ...]
 Apply = Callable[[Sequence[Any], Sequence[Any]], Any]
 """Activations from a block's parameters and from those of all blocks before it, the latest first, the input last."""
@@ -243,13 +245,15 @@ def _u_net(design: Design) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser, count: int, clusters: Sequence[str]) -> None:
     """Adds the options of what is drawn, by default `count` networks, and of the `clusters` that it is planned for."""
-    parser.add_argument("--seed", default=0, type=int, help="of what is drawn (default: %(default)s)")
+    parser.add_argument(
+        "--seed", default=0, type=int, metavar="N", help="of the random networks (default: %(default)s)"
+    )
     parser.add_argument("--first", default=0, type=int, metavar="N", help="number of the first network (default: 0)")
     parser.add_argument("--count", default=count, type=int, metavar="N", help="networks (default: %(default)s)")
     parser.add_argument(
         "--clusters",
         default=tuple(clusters),
-        type=lambda text: tuple(text.split(",")),
+        type=words,
         metavar="A,B",
         help=f"each network is planned for each (default: {','.join(clusters)})",
     )

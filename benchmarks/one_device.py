@@ -40,7 +40,7 @@ class Pairs:
 
     @property
     def ratios(self) -> list[float]:
-        """autopar's seconds by jit's, of each two neighbouring measurements."""
+        """autopar's seconds divided by jit's, for each pair of neighbouring steps."""
         return [a / b for a, b in zip(self.ours, self.plain, strict=True)]
 
     @property
@@ -134,7 +134,10 @@ class Runner:
 
 
 def paired(ours: Runner, plain: Runner, pairs: int, warm_up: int) -> Pairs:
-    """Steps in the order A B B A, so that a drift of the machine's speed falls on both alike."""
+    """The seconds of so many pairs of steps, after `warm_up` of each that are not counted.
+
+    They run in the order A B B A, so that a drift of the machine's speed falls on both alike.
+    """
     for _ in range(warm_up):
         ours.seconds()
         plain.seconds()
@@ -149,7 +152,7 @@ def paired(ours: Runner, plain: Runner, pairs: int, warm_up: int) -> Pairs:
 
 
 def memory(runner: Runner, compiled: Any) -> Memory:
-    """The memory that XLA reports of the compiled step, and what its runs show."""
+    """The bytes that XLA reports of the compiled step, and how many state buffers a step of the runner reuses."""
     analysis = compiled.memory_analysis()
     reused, buffers = runner.buffers_reused()
     return Memory(
@@ -162,7 +165,7 @@ def memory(runner: Runner, compiled: Any) -> Memory:
 
 
 def dispatch(state: Any, batch: Any, wrap: Callable[..., Any]) -> Runner:
-    """A step with the same arguments that does next to nothing, for the time of a call alone."""
+    """A step of the same arguments that computes next to nothing, so that its seconds are those of a call alone."""
 
     def touch(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         return state, batch["inputs"][0, 0] + 1
@@ -171,7 +174,7 @@ def dispatch(state: Any, batch: Any, wrap: Callable[..., Any]) -> Runner:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time as text."""
+    """Seconds as text in milliseconds, with three digits below a second."""
     return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds * 1e3:,.0f} ms"
 
 
@@ -191,7 +194,7 @@ def table(steps: Pairs, calls: Pairs, ours: Memory, plain: Memory, name: str) ->
 
 
 def missed(steps: Pairs, ours: Memory, plain: Memory) -> list[str]:
-    """The bounds that are missed, each with its numbers."""
+    """The bounds that are missed, in words with both numbers."""
     misses: list[str] = []
     if steps.ratio > BOUND:
         misses.append(f"median ratio of step times {steps.ratio:.4f}, bound {BOUND}")
@@ -248,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(record, indent=1))
         return bool(misses)
     console.print(table(steps, calls, ours_memory, plain_memory, "jax.jit again" if args.control else "autopar"))
-    console.print(f"GPT tiny, batch {args.batch} sequences, {leaves} arrays a call; {args.pairs} pairs of steps, ABBA")
+    console.print(f"GPT tiny, batch {args.batch}, {leaves} arrays a call; {args.pairs} pairs of steps, A B B A")
     console.print(
         f"ratio of step times: median {steps.ratio:.4f}, 95 % interval {low:.4f} to {high:.4f} (bootstrap), "
         f"quartiles {' to '.join(f'{q:.3f}' for q in np.quantile(steps.ratios, (0.25, 0.75)))}; bound {BOUND}"

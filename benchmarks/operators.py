@@ -1,8 +1,8 @@
-"""Layers of models with their gradients on virtual CPU devices, as the measured cluster predicts them and as they run:
-`python -m benchmarks.operators --help`.
+"""Seconds of layers with their gradients on virtual CPU devices, predicted and measured: `benchmarks.operators --help`.
 
-Each layer is computed by every device at once on arrays of its own, without collectives. Beside what is predicted
-stands what would be if devices rearranged arrays at no cost.
+Predictions are those of the cost model for the cluster as it was measured here. Every device computes each layer at
+once, on arrays of its own and without collectives. A second prediction says how long they would take if rearranging
+arrays in memory cost nothing.
 """
 
 import argparse
@@ -128,10 +128,10 @@ def table(rows: list[Row]) -> Table:
         "layer with its gradients, or product",
         "array",
         "predicted",
-        "rearranged free",
+        "if rearranging is free",
         "measured",
-        "by predicted",
-        "by free",
+        "measured / predicted",
+        "measured / free",
     )
     printed = Table(title=f"{DEVICES} devices at once, {chains.REPEATS * ROUNDS} runs, the fastest")
     for number, name in enumerate(columns):

@@ -1,7 +1,8 @@
-"""Plans of random networks beside a proof of what is best: `python -m benchmarks.optimality --help`.
+"""Plans of random networks beside proofs of the optimum: `python -m benchmarks.optimality --help`.
 
-A plan prints how far from the optimum of the cost model it may be. Each network is planned by default, then the same
-problems are solved by other ways (`benchmarks.proof`), and an answer below the printed bound is a bound that was wrong.
+A plan states a gap: how far above the optimum of the cost model it may be at most. Each network is planned by default,
+then the same problems are solved in other ways (`benchmarks.proof`). An answer below the bound that a plan states shows
+that the bound is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from passes.text import quantities
 CLUSTERS = ("8:a100-80g", "2x4:v100-16g", "4:h100")
 COUNT = 100
 SECONDS = 900.0
-"""Most seconds of a network with its proof, after which it is counted as a crash."""
+"""The most seconds for a network and its proof; one that takes longer counts as a crash."""
 
 GAP_BOUND = 0.01
 MEDIAN_SECONDS, MOST_SECONDS = 1.0, 5.0
@@ -57,10 +58,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A plan and what is proven of its problem: an answer of `known` seconds, none below `least`, both by `way`.
+    """A plan and what is proven of its problem: an answer takes `known` seconds, none less than `least`, by `way`.
 
-    `nodes`, `strategies` and `entries` are those of its largest mesh. `cpu` and `wall` are seconds of planning, without
-    tracing and proof.
+    `objective` and `bound` are the plan's own. `nodes`, `strategies` and `entries` describe the problem of its largest
+    mesh, see `benchmarks.proof.Size`. `cpu` and `wall` are seconds of planning, without tracing and proof.
     """
 
     nodes: int
@@ -78,7 +79,7 @@ class Held:
 
     @property
     def gap(self) -> float:
-        """The gap that the plan prints."""
+        """The gap that the plan states, as a share of its objective."""
         return (self.objective - self.bound) / self.objective
 
     @property
@@ -123,18 +124,22 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--proof",
         default="untied",
         metavar="WAY",
-        help="untied; a solver of PuLP, such as highs or cbc, for what is left open then; or none, for plans and the "
-        "bounds that they print alone (default: %(default)s)",
+        help="untied: solve without merging equal nodes; a solver of PuLP, such as highs or cbc: solve also whole what "
+        "stays open then; none: only plan (default: %(default)s)",
     )
     parser.add_argument(
-        "--proof-seconds", default=60.0, type=float, metavar="S", help="of that solver, a mesh (default: %(default)s)"
+        "--proof-seconds",
+        default=60.0,
+        type=float,
+        metavar="S",
+        help="that such a solver has for a mesh (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
 
 
 def proof_of(design: Design, cluster: str, proof: str = "untied", proof_seconds: float | None = None) -> Held:
-    """The plan of one network and a proof."""
+    """The plan of one network for a cluster, with the proof."""
     jax.config.update("jax_platforms", "cpu")
     network = design.network()
     step = autopar.parallelize(network.step, cluster=cluster, donate_argnums=(0,))
@@ -168,7 +173,7 @@ def proof_of(design: Design, cluster: str, proof: str = "untied", proof_seconds:
 def measured(
     cases: Sequence[Case], args: argparse.Namespace, announce: Callable[[str], None]
 ) -> tuple[dict[Case, Held], dict[Case, str]]:
-    """The cases that were planned, and why the others crashed."""
+    """The cases that were planned and proven, and the reasons why the others crashed."""
     results: dict[Case, Held] = {}
     crashed: dict[Case, str] = {}
     began = time.perf_counter()
@@ -188,7 +193,7 @@ def measured(
 
 
 def summary(results: Sequence[Held], crashes: int) -> dict[str, float]:
-    """Crashes, violations and percentiles."""
+    """Numbers of networks, crashes and violations, and percentiles of gaps, excesses and seconds, by name."""
     summed: dict[str, float] = {
         "networks": len(results) + crashes,
         "crashes": crashes,
@@ -205,7 +210,19 @@ def table(results: dict[Case, Held], crashed: dict[Case, str]) -> Table:
     """A network a row; what is wrong in red, what misses the targets in yellow."""
     rows = Table(title="plans and proofs", title_justify="left", padding=(0, 0))
     rows.add_column("network", min_width=40)
-    for name in ("nodes", "strat.", "entries", "crash", "objective", "excess", "proven", "gap", "holds", "CPU", "wall"):
+    for name in (
+        "nodes",
+        "strategies",
+        "entries",
+        "crash",
+        "step",
+        "excess",
+        "proven",
+        "gap",
+        "bounds hold",
+        "CPU",
+        "wall",
+    ):
         rows.add_column(name, justify="right", no_wrap=True)
     rows.add_column("status")
     rows.add_column("proof")
@@ -259,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"{name}: {f'{100 * value:.3g} %' if share else f'{value:.3g}'}")
     console.print(
         f"targets: gap {100 * GAP_BOUND:.0f} % in {MEDIAN_SECONDS:.0f} s (median) and {MOST_SECONDS:.0f} s (95 %). "
-        "excess: beyond the best answer known; proven: beyond the optimum at most, by the proof (most)"
+        "excess: of the plan's step over the best answer known; proven (most): over the optimum at most, by the proof; "
+        "entries: of the tables that eliminating the problem's nodes would take"
     )
     return wrong
 

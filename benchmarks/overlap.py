@@ -1,4 +1,4 @@
-"""The share of the speed-up that the closed form allows which two stages of one process gain by running at once."""
+"""The speed-up of two stages that run at once in one process, as a share of what the closed form allows."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from benchmarks.one_device import Pairs
 from passes.text import quantities
 
 SHARE = 0.95
-"""Of the speed-up that the closed form allows."""
+"""The least share of the speed-up that the closed form allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """Steps of two stages (`ours`) and the same stages one after the other (`plain`), in turn; the gain is of two
-    programs that have nothing to do with each other, on the same devices at the same time.
+    """Seconds of steps of two stages (`ours`) and of the same stages one after the other (`plain`), taken in turn.
+
+    `control` is the speed-up of two independent programs that run on the same devices at once. `threads` are the cores
+    that are busy while the stages run one after the other.
     """
 
     microbatches: int
@@ -44,12 +46,12 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """The share gained of what is allowed."""
+        """The measured speed-up as a share of the allowed one."""
         return self.gained / self.allowed
 
     @property
     def best(self) -> float:
-        """The share by the fastest step and the fastest serial one: what other work on the machine disturbs least."""
+        """The share by the fastest step and the fastest serial one, which other work on the machine disturbs least."""
         return min(self.seconds.plain) / min(self.seconds.ours) / self.allowed
 
     @property
@@ -60,7 +62,7 @@ class Overlap:
 
 
 def overlap(microbatches: int, rounds: int, *, layers: int = 48, width: int = 128, rows: int = 64) -> Overlap:
-    """Two stages on a device each, of matrices that XLA multiplies by one thread."""
+    """Two stages measured on a device each, with matrices so small that XLA multiplies them with one thread."""
     planner = autopar.Pipeline(stages=2, microbatches=microbatches, submeshes=(1, 1))
     loaded = load(mlp(layers, width, rows * microbatches), planner)
     together: list[float] = []
@@ -110,7 +112,7 @@ def overlap_table(rows: Sequence[Overlap]) -> Table:
     title = "two stages of one device each, 1f1b, medians"
     table = Table(title=title, title_justify="left", padding=(0, 0))
     for heading in (
-        "m",
+        "microbatches",
         "serial",
         "ideal",
         "step",

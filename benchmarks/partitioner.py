@@ -1,8 +1,8 @@
-"""The same plan lowered a second way, to check the first: whole arrays under `jax.jit`, every placement a constraint.
+"""A plan's program by XLA's own partitioner, to check autopar's lowering against: `constrain`.
 
-XLA's partitioner finds the collectives here, from a `with_sharding_constraint` on every result and one for every step
-of every move. Partial sums cannot be said in that language: a partial result is constrained to where it is cut, and
-the steps that would finish it have nothing left to do.
+It computes on whole arrays under `jax.jit`, with a `with_sharding_constraint` on every result and on every step of a
+resharding, and XLA finds the collectives. No constraint can say that an array is a partial sum: a partial result is
+constrained to the sharding of its dimensions alone, and the steps that would reduce it have nothing left to do.
 
 Only chains of single-axis constraints are followed exactly.
 """
@@ -44,7 +44,7 @@ def constrain(traced: Traced, plan: Plan, devices: Sequence[Device]) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class OnWholes:
-    """Arrays are whole values and moves are constraints on `mesh`."""
+    """The meaning of a plan on whole arrays: placements and reshardings are sharding constraints on `mesh`."""
 
     mesh: jax.sharding.Mesh
     planned: Mesh

@@ -1,8 +1,8 @@
-"""The promises of pipelines beside what they do on virtual CPU devices: `python -m benchmarks.pipeline --help`.
+"""Predictions for pipelines beside measurements on virtual CPU devices: `python -m benchmarks.pipeline --help`.
 
-A grid of schedules, stages and microbatches: bubble and step time as predicted and as measured, activations alive.
-Then what an instruction costs the host. With `--overlap` instead, how much of what the closed form allows two stages
-of one process gain by running at once.
+Over a grid of schedules, stages and microbatches: bubble and step time, predicted and measured, and the microbatches
+whose activations are alive. Then the time that the host takes for an instruction. With `--overlap`, instead: the
+speed-up of two stages that run at once in one process, as a share of what the closed form allows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One pipeline of the grid: medians in seconds, and what is in flight on each stage [stages]."""
+    """One pipeline of the grid: medians of seconds; `live` and `bound` are microbatches in flight [stages]."""
 
     schedule: str
     n_stages: int
@@ -51,7 +51,7 @@ class Row:
 
 
 def measure(loaded: Loaded, rounds: int) -> Row:
-    """The pipeline's row; steps and what they are compared with are timed in turn."""
+    """The pipeline's row; steps, and stages one after another, are timed in turn."""
     steps: list[float] = []
     serial: list[float] = []
     host: dict[str, list[float]] = {}
@@ -86,7 +86,7 @@ def grid_table(rows: Sequence[Row], model: str) -> Table:
     title = f"{model}, stages of one device: predicted, measured"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("schedule", no_wrap=True)
-    for heading in ("p", "m", "idle", "meas.", "step", "meas.", "peak", "alive", "bound", "host us"):
+    for heading in ("stages", "micro", "bubble", "measured", "step", "measured", "peak", "alive", "bound", "host us"):
         table.add_column(heading, justify="right", no_wrap=heading not in ("alive", "bound"))
     for row in rows:
         alive, bound = (" ".join(map(str, counts)) for counts in (row.live, row.bound))
@@ -148,7 +148,7 @@ def training_of(model: str, microbatches: int) -> Training:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the tables that the command line asks for; 1 if a target is missed and that is asked for too."""
+    """Prints the tables that the command line asks for; 1 if a target is missed and `--strict` is given, else 0."""
     args = arguments(argv)
     console = stdout()
     jax.config.update("jax_platforms", "cpu")
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show_grid(args: argparse.Namespace, console: Console) -> list[str]:
-    """Prints the grid and the cost of instructions; the misses."""
+    """The targets that the grid and the cost of instructions miss, after printing both."""
     rows = [
         measure(
             load(
@@ -176,10 +176,10 @@ def show_grid(args: argparse.Namespace, console: Console) -> list[str]:
     cores = len(os.sched_getaffinity(0))
     floors = ", ".join(f"{100 * max(0.0, 1 - cores / p):.0f} % for {p} stages" for p in args.stages)
     console.print(
-        "p stages, m microbatches; idle: the bubble, the share of all stages' time in which they wait, measured "
+        "micro: microbatches; bubble: the share of all stages' time in which they wait, predicted, and measured "
         f"against their work one by one; {cores} cores cannot do better than {floors}, which the prediction does not "
-        "know; alive: most microbatches whose activations each stage keeps, beside the schedule's bound; host us: of "
-        "the host for one Run and one Send",
+        "know; alive: most microbatches whose activations each stage keeps, beside the schedule's bound; host us: "
+        "microseconds of the host for one Run / one Send",
     )
     results = [dispatch(submeshes, args.rounds) for submeshes in BOUNDS]
     console.print(dispatch_table(results))
@@ -196,7 +196,7 @@ def show_grid(args: argparse.Namespace, console: Console) -> list[str]:
 
 
 def show_overlap(args: argparse.Namespace, console: Console) -> list[str]:
-    """Prints how stages overlap; the misses."""
+    """The targets that two stages at once miss, after printing their table."""
     rows: list[Overlap] = []
     for m in args.microbatches:
         with console.status(f"{m} microbatches"):

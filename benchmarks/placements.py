@@ -1,10 +1,10 @@
-"""Every placement change of an array, compiled, beside what was planned: `python -m benchmarks.placements --help`.
+"""The collectives of every resharding of an array, compiled and planned: `python -m benchmarks.placements --help`.
 
 An array of three dimensions on a 2 x 4 mesh has 19 placements and 342 changes between them. Each is lowered in three
 ways: by the planned steps as collectives (what autopar does), by a chain of sharding constraints that follows the same
-steps, and by one constraint that leaves the way to XLA. The table counts how many compile to exactly the planned
-collectives; the ratio is that of all their bytes to the planned ones, the worst that of one change. XLA warns on stderr
-about the changes that it makes by gathering everything.
+steps, and by one constraint, which leaves the steps to XLA. The table counts the changes that compile to exactly the
+planned collectives. Its ratio is that of the compiled bytes of all changes to the planned ones, its worst that of a
+single change. XLA warns on stderr about the changes that it makes by gathering everything.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ Lowering = Callable[[Sequence[Resharding], Mesh], jax.stages.Wrapped]
 
 
 def by_collectives(moves: Sequence[Resharding], mesh: Mesh) -> jax.stages.Wrapped:
-    """Each step a collective; a partial array has its summands in front, one for each device along its partial axes."""
+    """Each step of a change as a collective; partial arrays have a first dimension for the summands, one a device."""
     on_pieces = OnPieces(mesh)
 
     def change(array: jax.Array, move: Resharding) -> jax.Array:
@@ -106,13 +106,13 @@ def by_collectives(moves: Sequence[Resharding], mesh: Mesh) -> jax.stages.Wrappe
 
 
 def by_constraints(moves: Sequence[Resharding], mesh: Mesh) -> jax.stages.Wrapped:
-    """Each step a sharding constraint."""
+    """Each step of a change as a sharding constraint."""
     on_wholes = OnWholes(device_mesh(mesh, jax.devices()), mesh)
     return _constrained(moves, mesh, on_wholes.move)
 
 
 def by_one_constraint(moves: Sequence[Resharding], mesh: Mesh) -> jax.stages.Wrapped:
-    """Each change a sharding constraint; XLA finds the way."""
+    """Each change as one sharding constraint, for which XLA chooses the steps."""
     grid = device_mesh(mesh, jax.devices())
 
     def jump(array: jax.Array, move: Resharding) -> jax.Array:
@@ -177,18 +177,18 @@ class Row:
 
 
 def measure(name: str, lowering: Lowering, moves: Sequence[Resharding], mesh: Mesh) -> Row:
-    """Compiles every change by itself and compares."""
+    """The row of a lowering; every change is compiled by itself."""
     sent_moves = [sent(compiled(lowering, [move], mesh), [move], mesh)[0] for move in moves]
     planned_moves = [planned(move, mesh) for move in moves]
-    nbytes = [(moved(f), moved(w)) for f, w in zip(sent_moves, planned_moves, strict=True)]
+    nbytes = [(moved(ours), moved(plan)) for ours, plan in zip(sent_moves, planned_moves, strict=True)]
     return Row(
         lowering=name,
         changes=len(moves),
-        exact=sum(f == w for f, w in zip(sent_moves, planned_moves, strict=True)),
-        cheaper=sum(f < w for f, w in nbytes),
-        costlier=sum(f > w for f, w in nbytes),
-        ratio=sum(f for f, _ in nbytes) / sum(w for _, w in nbytes),
-        worst=max((f / w for f, w in nbytes if w), default=1.0),
+        exact=sum(ours == plan for ours, plan in zip(sent_moves, planned_moves, strict=True)),
+        cheaper=sum(ours < plan for ours, plan in nbytes),
+        costlier=sum(ours > plan for ours, plan in nbytes),
+        ratio=sum(ours for ours, _ in nbytes) / sum(plan for _, plan in nbytes),
+        worst=max((ours / plan for ours, plan in nbytes if plan), default=1.0),
     )
 
 
@@ -198,9 +198,9 @@ def moved(traffic: Traffic) -> int:
 
 
 def table(rows: Sequence[Row], mesh: Mesh) -> Table:
-    """The rows for people."""
+    """The agreement of each lowering with the plan, a lowering a row."""
     table = Table(title=f"every placement change of {TYPE} on a mesh of {mesh}")
-    for column in ("lowering", "changes", "exact", "fewer bytes", "more bytes", "ratio", "worst"):
+    for column in ("lowering", "changes", "exact", "fewer bytes", "more bytes", "bytes / planned", "worst"):
         table.add_column(column, justify="left" if column == "lowering" else "right", no_wrap=True)
     for row in rows:
         counts = map(str, (row.changes, row.exact, row.cheaper, row.costlier))

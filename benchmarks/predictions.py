@@ -19,6 +19,8 @@ from rich.table import Table
 
 import autopar
 from benchmarks.console import stdout
+from benchmarks.equality import mesh_text
+from benchmarks.heaps import step_nbytes
 from benchmarks.one_device import make_step
 from models import gpt
 from passes.text import quantities
@@ -39,7 +41,7 @@ PLANNERS: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The promise of a plan for one step on one device, beside what was measured; `spread` are the quartiles."""
+    """A plan's step seconds and peak bytes of a device, predicted and measured; `spread` has the outer quartiles."""
 
     planner: str
     mesh: str
@@ -51,12 +53,12 @@ class Prediction:
 
     @property
     def seconds_ratio(self) -> float:
-        """Predicted by measured."""
+        """Predicted seconds divided by measured ones."""
         return self.predicted_seconds / self.measured_seconds
 
     @property
     def nbytes_ratio(self) -> float:
-        """Predicted by measured."""
+        """Predicted bytes divided by measured ones."""
         return self.predicted_nbytes / self.measured_nbytes
 
 
@@ -97,27 +99,23 @@ def measure(planner: str, config: gpt.Config, batch_size: int, steps: int) -> Pr
         seconds.append(time.perf_counter() - start)
     measured = seconds[WARM_UP:]
     low, _, high = statistics.quantiles(measured, n=4) if len(measured) > 1 else measured * 3
-    analysis = compiled.memory_analysis()
     return Prediction(
         planner=planner,
-        mesh="x".join(map(str, plan.mesh.sizes)),
+        mesh=mesh_text(plan),
         predicted_seconds=plan.step_seconds,
         measured_seconds=statistics.median(measured),
         spread=(low, high),
         predicted_nbytes=plan.peak_nbytes,
-        measured_nbytes=analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes,
+        measured_nbytes=step_nbytes(compiled.memory_analysis()),
     )
 
 
 def table(rows: list[Prediction]) -> Table:
-    """One planner a row; ratios are predicted by measured."""
+    """One planner a row; ratios are predicted / measured."""
     shown = Table(title="one step, one device: predicted and measured", title_justify="left", padding=(0, 0))
     shown.add_column("planner", no_wrap=True)
     shown.add_column("mesh", no_wrap=True)
-    for name in ("step", "measured", "quartiles", "ratio", "peak", "measured", "ratio"):
+    for name in ("predicted step", "measured", "quartiles", "ratio", "predicted peak", "measured", "ratio"):
         shown.add_column(name, justify="right", no_wrap=True)
     for p in rows:
         low, high = p.spread
@@ -136,7 +134,7 @@ def table(rows: list[Prediction]) -> Table:
 
 
 def ordered_pairs(rows: list[Prediction], key: Callable[[Prediction], tuple[float, float]]) -> str:
-    """The number of pairs of planners that the predictions put in the measured order."""
+    """The number of pairs of planners that are predicted in their measured order, of all, by (predicted, measured)."""
     pairs = [(key(a), key(b)) for i, a in enumerate(rows) for b in rows[:i]]
     right = sum((a[0] - b[0]) * (a[1] - b[1]) > 0 or a[0] == b[0] for a, b in pairs)
     return f"{right} of {len(pairs)} pairs"
@@ -160,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(table(rows))
     console.print(
         f"GPT tiny with {args.layers} layers, batch {args.batch} sequences, median of {args.steps} steps; ratio: "
-        f"predicted by measured. {DEVICES} virtual devices share {os.cpu_count()} cores."
+        f"predicted / measured. {DEVICES} virtual devices share {os.cpu_count()} cores."
     )
     if len(rows) > 1:
         console.print(

@@ -1,4 +1,4 @@
-"""The best answer to a program's sharding problems, found by other ways than the planner's own."""
+"""The least seconds of a program's sharding problems, found in other ways than the planner's own."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ EXACT = 1e-6
 """The relative gap of a proof."""
 
 _TINY = 2e6
-"""Answers that are all tried."""
+"""The most answers of a problem that are all tried."""
 
 _ORDERED = 400
-"""Nodes of a problem at most whose order of elimination is looked for."""
+"""The most nodes of a problem for which an order of elimination is computed, which is slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """No answer takes less than `bound` seconds and one takes `objective`; `way` says how they were found."""
+    """A proof that no answer takes less than `bound` seconds and one takes `objective`; `way` says how."""
 
     objective: float
     bound: float
     way: str
 
     def __or__(self, other: Proof) -> Proof:
-        """The proof that two proofs of one problem make together."""
+        """The tighter proof that two proofs of one problem make together."""
         return Proof(
             objective=min(self.objective, other.objective),
             bound=min(max(self.bound, other.bound), self.objective, other.objective),
@@ -70,7 +70,7 @@ def size(problem: ShardingProblem) -> Size:
 
 
 def proven(given: Sequence[ShardingProblem], at_most: float, solver: str | None, seconds: float | None) -> Proof:
-    """The least of any of the problems, or that none takes less than `at_most` seconds.
+    """The proof of the least seconds over all of the problems, or that none takes less than `at_most`.
 
     Every answer is tried where there are few. Else each problem is solved untied to a gap of `EXACT`; one that is left
     open is given whole to a `solver` of PuLP, if one is named, for so many `seconds`.

@@ -1,4 +1,4 @@
-"""Small steps of the shapes that public code has, under every planner: equal to `jax.jit`, or refused with a reason.
+"""Small train steps like those of public code, under every planner: equal to `jax.jit`, or refused with a reason.
 
     python -m benchmarks.public --planner auto dp zero3 megatron microbatches pipeline stages --json
 
@@ -28,14 +28,15 @@ import autopar
 ROWS, WIDTH, LENGTH, CLASSES = 16, 16, 8, 8
 STEPS = 2
 TOLERANCE = 1e-4
-"""Relative to the largest entry: sums of float32 in another order, through two steps of an optimizer."""
+"""The difference from `jax.jit` relative to an array's largest entry: float32 is summed in another order, for two steps
+of an optimizer."""
 
 Loss = Callable[[Any, Any, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A loss of parameters, a batch and a key, with the shapes of its parameters and its batch; ints are classes."""
+    """A loss of (parameters, batch, key), with the shapes of both; one that ends in `int` is of whole numbers."""
 
     loss: Loss
     params: Mapping[str, tuple[int, ...]]
@@ -365,10 +366,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.public", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--planner", nargs="+", default=["auto"], choices=list(planners(8)))
-    parser.add_argument("--only", default="", help="a part of the names of steps")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--devices", type=int, default=8, metavar="N", help="virtual CPUs (default: %(default)s)")
+    parser.add_argument("--planner", nargs="+", default=["auto"], choices=list(planners(8)), help="(default: auto)")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only steps whose name contains TEXT, as `gpt, optax`"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of text")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
     is_wrong = False

@@ -1,7 +1,7 @@
-"""The graphs of a program as placed, loops and branches included, and what flows through them.
+"""The graphs of a planned program, bodies of loops and branches included, and what reaches their values.
 
-What a value is follows from the inputs that it depends on and from the dimension that the batch is on: both are found
-on the program alone.
+`spread` finds the batch dimensions of values and `depend` the inputs that they depend on; `benchmarks.causes` derives
+the roles of values from both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Spot = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Region:
-    """A graph as placed, with its loops and branches by node; it runs `trips` times with probability `share`."""
+    """A graph under a plan, with its loops and branches by node; a step runs it `trips` times with probability `share`.
+
+    `end` names the place behind the last node, for what moves its outputs.
+    """
 
     number: int
     graph: Graph
@@ -50,13 +53,13 @@ def placed(
     trips: int,
     share: float,
     end: str,
-    numbers: list[int],
+    numbers: Iterator[int],
 ) -> Region:
-    """The region of a graph as its `layout` places it, with those inside it; it runs `trips` times a step, and a branch
-    in a `share` of them. `numbers` holds the next region's number, and `end` names the place behind the last node.
+    """The region of a graph under its `layout`, with the regions of its loops and branches.
+
+    `numbers` yields the number of this region and then of those inside it; the rest as in `Region`.
     """
-    graph = background.graph
-    number, numbers[0] = numbers[0], numbers[0] + 1
+    graph, number = background.graph, next(numbers)
     controls: dict[int, tuple[Control, tuple[Region, ...]]] = {}
     for index, inner in reshardings.bodies.items():
         node = graph.nodes[index]
@@ -86,7 +89,7 @@ def placed(
 
 
 def leaving(control: Control, bodies: Sequence[Region], port: int) -> Iterator[tuple[Region, int]]:
-    """The values of bodies that leave through a port."""
+    """The body regions' outputs that a loop or branch carries out through a port."""
     for body, inner in zip(control.bodies, bodies, strict=True):
         for value, left_by in zip(body.graph.outputs, body.outputs, strict=True):
             if left_by == port:
@@ -94,7 +97,7 @@ def leaving(control: Control, bodies: Sequence[Region], port: int) -> Iterator[t
 
 
 def entering(control: Control, bodies: Sequence[Region], port: int) -> Iterator[tuple[Region, int]]:
-    """The values of bodies that enter through a port."""
+    """The body regions' inputs that a loop or branch brings in through a port."""
     for body, inner in zip(control.bodies, bodies, strict=True):
         for value, entered_by in zip(body.graph.inputs, body.inputs, strict=True):
             if entered_by == port:
@@ -102,7 +105,7 @@ def entering(control: Control, bodies: Sequence[Region], port: int) -> Iterator[
 
 
 def _port_uses(region: Region, index: int) -> Iterator[tuple[Value, int, int]]:
-    """(value, port, dimensions in front of the port's) of all that hangs on the ports of a loop or branch."""
+    """(value, port, dimensions that the value has in front of the port's) of the values at a control's ports."""
     control, bodies = region.controls[index]
     node = region.graph.nodes[index]
     for values, port_uses in ((node.inputs, control.operands), (node.outputs, control.results)):
@@ -114,7 +117,7 @@ def _port_uses(region: Region, index: int) -> Iterator[tuple[Value, int, int]]:
 
 
 def spread(region: Region, dims_of: dict[Value, set[int]]) -> None:
-    """Adds the batch's dimensions that one pass over a region's nodes reaches."""
+    """Adds to `dims_of` the batch dimensions that one pass over a region's nodes finds, along shared factors."""
     graph, here = region.graph, region.number
     for index, node in enumerate(graph.nodes):
         if index in region.controls:
@@ -140,7 +143,7 @@ def spread(region: Region, dims_of: dict[Value, set[int]]) -> None:
 
 
 def depend(region: Region, masks: dict[Value, int]) -> None:
-    """Adds what one pass over a region's nodes finds that values depend on."""
+    """Adds to `masks` the inputs, as bits by position, that one pass over a region's nodes finds for each value."""
     here, graph = region.number, region.graph
     for index, node in enumerate(graph.nodes):
         if index in region.controls:

@@ -1,7 +1,8 @@
-"""A small training that saves as it goes and goes on where it was: what `benchmarks.kills` disturbs.
+"""A small training that saves checkpoints and resumes from the last one, for `benchmarks.kills` to disturb.
 
-Under `autopar run`. SIGUSR1 cuts all connections of a process. Each prints its pid, its steps and, at the end, a digest
-of the parameters. With a last argument `large` arrays go over the connections of large ones.
+It runs under `autopar run`. Each process prints its pid, its steps and, at the end, a digest of the parameters. SIGUSR1
+makes a process close all its connections. With a last argument `large`, all arrays go over the connections of large
+ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""`python -m benchmarks.saving`: how much longer a step takes that is saved, and those during which it is written.
+"""The time that saving a checkpoint adds to steps: `python -m benchmarks.saving --help`.
 
-Steps of a model are taken in turns of a few, of which every other one begins with a save; all in one process, and each
-turn is compared with the one behind it, so that what else the machine does falls on both alike. Bound: 5 % of a step,
-or exit status 1.
+It is that of the step which begins with the save, and of the next steps, during which the checkpoint is written. Steps
+are taken in turns of four, and every other turn begins with a save. Each such turn is compared with the one after it,
+so that what else the machine does falls on both alike. Bound: the step with the save takes 5 % longer, or exit status
+1.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ BOUND = 0.05
 """The share of a step by which a save may lengthen it."""
 
 TURN = 4
-"""Steps of a turn, beside which what the first one saves is written as far as the steps let it."""
+"""Steps of a turn; what the first one saves is written during the others, as far as they leave time."""
 
 INTERVAL = 100
-"""Steps from save to save that a training takes rather than few: minutes of those that are worth saving."""
+"""Steps between saves for which the printed share of time is: minutes of a training that is worth saving."""
 
 
 def step(state: Any, batch: jax.Array) -> Any:
@@ -50,9 +51,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.saving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--layers", type=int, default=12, help="of 4 MiB each, and as much of momentum")
-    parser.add_argument("--rows", type=int, default=1024, help="of a batch, which make a step long")
+    parser.add_argument("--rounds", type=int, default=7, help="turns with a save (default: %(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=12, help="of 4 MiB each, with as much momentum (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=int, default=1024, help="of a batch: a longer step (default: %(default)s)")
     options = parser.parse_args()
     width = 1024
     parallel = autopar.parallelize(step, donate_argnums=0)

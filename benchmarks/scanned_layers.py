@@ -1,8 +1,8 @@
-"""Layers in a loop as they are written and with less kept: `python -m benchmarks.scanned_layers --help`.
+"""Times of steps whose layers are a loop, by what is kept for the backward pass: `python -m benchmarks.scanned_layers`.
 
-A loop over layers writes what its iterations keep for the backward pass into stacks, and the backward pass reads it
-there. Here that is set against computing it again: by the clock of one CPU device in turn, by the plan for one device
-of an accelerator, and by that accelerator's own compiler, which is asked for an estimate.
+A loop over layers writes what its iterations keep for the backward pass into stacked arrays, which the backward pass
+reads. This script compares that with recomputation: in measured seconds of one CPU device, and with `--targets` in the
+estimates of accelerators' compilers, each beside what the plan predicts.
 """
 
 import argparse
@@ -19,11 +19,16 @@ import autopar
 from autopar.tools.estimates import GPU_OPTIONS, seconds_of
 from autopar.tools.topologies import topology
 from benchmarks.console import stdout
+from benchmarks.lists import names, words
 from benchmarks.one_device import Runner
 from benchmarks.timing import interleaved, ratio
 from benchmarks.trainings import MODELS, Training
 from passes.text import quantities
 from passes.transforms import KEPT, Kept
+
+LSTM = "lstm"
+SCANNED = ("gpt-scan", "llama-scan", LSTM)
+"""Models whose layers are a loop: of the zoo, and a recurrent network of this script's own."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -35,8 +40,20 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "compilers of accelerators.",
         epilog="example: python -m benchmarks.scanned_layers --targets h100,tpu-v5e",
     )
-    parser.add_argument("--models", default="gpt-scan,llama-scan,lstm", metavar="A,B", help="(default: %(default)s)")
-    parser.add_argument("--targets", default="", metavar="A,B", help="accelerators whose compilers are asked, as h100")
+    parser.add_argument(
+        "--models",
+        default=SCANNED,
+        type=names("model", (*MODELS, LSTM)),
+        metavar="A,B",
+        help=f"of {', '.join((*MODELS, LSTM))} (default: {','.join(SCANNED)})",
+    )
+    parser.add_argument(
+        "--targets",
+        default=(),
+        type=words,
+        metavar="A,B",
+        help="accelerators whose compilers estimate the step, such as h100 or tpu-v5e (default: none)",
+    )
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="steps of each, in turn (default: 20)")
     return parser.parse_args(argv)
 
@@ -74,7 +91,7 @@ def lstm(width: int = 256, tokens: int = 64, batch: int = 32) -> Training:
 
 
 def measured(training: Training, rounds: int) -> list[tuple[str, ...]]:
-    """A row for each form: its predicted and measured seconds, and their ratio to the step as it is written."""
+    """A row for each choice of what is kept: predicted and measured seconds, and the latter's ratio to keeping all."""
     forms = {kept: _lowered(training, kept, devices=jax.devices()[:1]) for kept in KEPT}
     compiled = {kept: form.compile() for kept, form in forms.items()}
     runners = {kept: Runner(step, training.state, training.batch) for kept, step in compiled.items()}
@@ -88,7 +105,7 @@ def measured(training: Training, rounds: int) -> list[tuple[str, ...]]:
 
 
 def estimated(training: Training, target: str) -> list[tuple[str, ...]]:
-    """A row for each form: its predicted seconds, its compiler's, and their ratio to the step as it is written."""
+    """A row for each choice of what is kept: predicted seconds, the compiler's, and their ratio to keeping all."""
     options = None if target.startswith("tpu-") else dict(GPU_OPTIONS)
     devices, cluster = topology(f"8:{target}")[:1], f"1:{target}"
     rows, first = list[tuple[str, ...]](), 0.0
@@ -111,12 +128,12 @@ def _lowered(training: Training, kept: Kept, **where: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a table for each model and device."""
     args = arguments(list(argv) if argv is not None else None)
-    for name in args.models.split(","):
-        training = lstm() if name == "lstm" else MODELS[name].training()
-        for target in ["", *filter(None, args.targets.split(","))]:
-            words = "measured" if not target else f"by the compiler of {target}"
-            shown = Table(title=f"{name}, {words}", title_justify="left")
-            for heading in ("kept", "predicted", words, "by everything"):
+    for name in args.models:
+        training = lstm() if name == LSTM else MODELS[name].training()
+        for target in ("", *args.targets):
+            source = "measured" if not target else f"by the compiler of {target}"
+            shown = Table(title=f"{name}, {source}", title_justify="left")
+            for heading in ("kept", "predicted", source, "/ everything kept"):
                 shown.add_column(heading, justify="left" if heading == "kept" else "right")
             for row in estimated(training, target) if target else measured(training, args.rounds):
                 shown.add_row(*row)

@@ -1,4 +1,4 @@
-"""A searched plan held against what every textbook has in common, and against the best textbook plan."""
+"""The collectives of a searched plan beyond what all textbooks have in common, and beyond the best one's time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from passes.text import quantities
 
 
 def judge_any(program: Program) -> Verdict:
-    """A searched plan held against what every textbook has in common."""
+    """The verdict on a searched plan by what holds of data parallelism, ZeRO and Megatron alike."""
     verdict = Verdict()
     everything = list(program.sent())
     early = before_sums(program, everything)
@@ -46,8 +46,9 @@ def judge_any(program: Program) -> Verdict:
 
 
 def _once(program: Program, same: Sequence[Sent], type: TensorType) -> float:
-    """Seconds that a step takes to send the largest of these alone, in the parameter's dtype, once the last is known:
-    summands are narrower than what they are added up in, and early ones are reduced behind computing.
+    """Seconds that a step waits for one collective in place of all of these: the largest, in the parameter's dtype.
+
+    It can only begin when the last summand is known, so it overlaps with compute no more than the least overlapped one.
     """
     largest = max(same, key=lambda s: payload(s, program.mesh.group(s.axes).ranks) // item_nbytes(s.dtype))
     nbytes = payload(largest, program.mesh.group(largest.axes).ranks) * type.item_nbytes // item_nbytes(largest.dtype)
@@ -57,8 +58,10 @@ def _once(program: Program, same: Sequence[Sent], type: TensorType) -> float:
 
 
 def _instead(program: Program, first: Sent, second: Sent) -> float:
-    """Seconds to do without the second: a gathered copy is brought where the other is wanted, or a summand to where the
-    other is before both are reduced. They may lie so differently that this takes as long.
+    """Seconds of the resharding that would save the second collective.
+
+    A copy that the first has gathered is resharded to where the second's is wanted; a summand of the second to where
+    the first's lies, to be reduced with it. Where they are sharded differently that may take as long.
     """
     if first.type.shape != second.type.shape:
         return 0.0
@@ -67,10 +70,13 @@ def _instead(program: Program, first: Sent, second: Sent) -> float:
     return second.count * program.resharder.cost(second.type, *ends)
 
 
-def best_of(program: Program, hands: Mapping[str, float], verdict: Verdict) -> None:
-    """Adds what makes a searched plan slower than the best textbook plan: the most that it sends of activations."""
-    name = min(hands, key=hands.__getitem__)
-    rest = program.plan.step_seconds - hands[name] * ROUNDING - verdict.waited_seconds
+def best_of(program: Program, rivals: Mapping[str, float], verdict: Verdict) -> None:
+    """Adds findings for the seconds that a searched plan takes beyond the best of the textbook plans `rivals`.
+
+    They are laid on its collectives of activations, the longest first, then on the others.
+    """
+    name = min(rivals, key=rivals.__getitem__)
+    rest = program.plan.step_seconds - rivals[name] * ROUNDING - verdict.waited_seconds
     sends = sorted(
         (s for s in program.sent() if s.waited_share), key=lambda s: (not s.role.startswith("activation"), -s.seconds)
     )
@@ -78,6 +84,6 @@ def best_of(program: Program, hands: Mapping[str, float], verdict: Verdict) -> N
         if rest <= 0:
             return
         surplus = min(rest / sent.waited_share, sent.seconds)
-        why = f"{name} would take {quantities.seconds(hands[name])} in all"
+        why = f"{name} would take {quantities.seconds(rivals[name])} in all"
         verdict.findings.append(Finding(sent=sent, surplus_seconds=surplus, why=why))
         rest -= surplus * sent.waited_share

@@ -1,10 +1,10 @@
 """The numbers that steer planning, each halved and doubled: `python -m benchmarks.settings --help`.
 
-A number that trades quality against time is right where half of it finds dearer plans or looser bounds, and double of
-it takes more work and finds nothing. Every numeric constant of `passes` and every option that is a number is varied
-but for those of `FIXED`, which says why. Factors and shares near one are varied by their distance from it: half of 1.1
-is 1.05, double of 0.95 is 0.9. Work is calls of Python functions, which a busy machine does not change; what HiGHS and
-NumPy do in a call is not in it.
+A number that trades quality against time is well chosen where half of it makes plans slower or bounds looser, and twice
+of it takes more work for the same plans. Every numeric constant of `passes` and every option that is a number is
+varied, except for those of `FIXED`, which says why. Factors and shares near one are varied by their distance from it:
+half of 1.1 is 1.05, double of 0.95 is 0.9. Work is calls of Python functions, which a busy machine does not change;
+what HiGHS and NumPy do in a call is not in it.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "layers.sample.SAMPLE_BLOCKS": "two blocks at each end, which the code goes by",
     "memory.holders.HOLDERS": "lines of a report",
     "pipeline.workers._GOODBYE_SECONDS": "no plan waits for it",
-    "pipeline.workers._MOST": "what is found does not depend on it; one process works here",
+    "pipeline.workers._MOST": "plans do not depend on it; one process works here",
     "planners.infeasible._TIMES": "only what a message proposes",
     "planners.wholes.LARGE": "only where a warning begins",
-    "planners.manual.WORTHWHILE": "only of plans by hand",
+    "planners.manual.WORTHWHILE": "only of hand-made plans",
     "solver.clock._LEAST_SECONDS": "only where the user gives a time limit",
     "solver.options.GAP": "varied as `SolverOptions.gap`",
     "solver.options.RADIUS": "varied as `SolverOptions.tie_radius`",
@@ -163,7 +163,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--only", action="append", metavar="NAME", help="a setting or its module (default: all); again")
     parser.add_argument(
-        "--network", action="append", choices=NETWORKS, help="(default: those of the room); again for more"
+        "--network", action="append", choices=NETWORKS, help="again for more (default: those of the room)"
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON, a line each")
     parser.add_argument("--list", action="store_true", help="print the settings and plan nothing")
@@ -355,8 +355,8 @@ def rows(chosen: Sequence[Setting], names: Sequence[str]) -> Iterator[Row]:
 
 
 def table(settings_rows: Sequence[Row]) -> Table:
-    """The rows as a table."""
-    columns = ("setting", "is", "times", "plans", "slowest plan", "fastest plan", "gap", "least work", "most work")
+    """The rows as a table: steps, gap and work are relative to those with the setting as it is."""
+    columns = ("setting", "value", "factor", "plans", "slowest step", "fastest step", "gap", "least work", "most work")
     printed = Table(*columns, title="planning with settings halved and doubled", title_justify="left")
     for row in settings_rows:
         printed.add_row(

@@ -1,8 +1,8 @@
-"""Sums of products of which a device has one row of the batch: `python -m benchmarks.single_rows --help`.
+"""Times of a data-parallel softmax's gradient with one row a device and with more: `python -m benchmarks.single_rows`.
 
-XLA:CPU takes long for them where the dimension of one element stays in the result, so planned programs sum over it as
-well. Here scores of attention and gradients of their softmax go back through it, data parallel, by `jax.jit` and by
-autopar's program under the same placements, with one row a device and with several.
+XLA:CPU is slow at a sum of products whose result keeps a dimension of one element, as the batch is where a device has
+one row; planned programs sum over that dimension as well. Here random gradients go back through the softmax of
+attention's scores, by `jax.jit` and by autopar's program under the same shardings.
 """
 
 import argparse
@@ -26,11 +26,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         prog="python -m benchmarks.single_rows",
         description="Time the gradient of a softmax under data parallelism, by jit and by autopar's program.",
     )
-    parser.add_argument("--devices", type=int, default=8, metavar="N")
-    parser.add_argument("--rows", type=int, nargs="+", default=(1, 2, 4), metavar="N", help="of the batch on a device")
-    parser.add_argument("--heads", type=int, default=16, metavar="N", help="of a row; more rows have fewer")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="steps of each, in turn")
+    number, shown = {"type": int, "metavar": "N"}, "(default: %(default)s)"
+    parser.add_argument("--devices", default=8, **number, help=f"virtual CPUs {shown}")
+    parser.add_argument("--rows", nargs="+", default=(1, 2, 4), **number, help=f"of the batch on a device {shown}")
+    parser.add_argument(
+        "--heads", default=16, **number, help=f"of one row; of several, divided by their number {shown}"
+    )
+    parser.add_argument("--tokens", default=128, **number, help=f"of a sequence {shown}")
+    parser.add_argument("--rounds", default=40, **number, help=f"steps of each program, in turn {shown}")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""The solver of very large graphs on instances of the IOPDDL contest: `python -m benchmarks.solver --help`."""
+"""Answers to instances of the IOPDDL contest by a solver of very large graphs: `python -m benchmarks.solver --help`."""
 
 import argparse
 import gzip
@@ -240,7 +240,7 @@ def cpu_seconds() -> float:
 
 def table(results: list[Solved]) -> Table:
     """A row for every instance."""
-    names = ["nodes", "left", "cost", "bound", "gap", "of best published", "feasible", "time", "of it CPU"]
+    names = ["nodes", "after reductions", "cost", "bound", "gap", "/ best published", "feasible", "time", "CPU"]
     shown = Table("instance", *names)
     for column in shown.columns[1:]:
         column.justify = "right"

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.speedup`: two processes on a core each beside one process on one core, in one run.
+"""The speed-up of two processes with a core each over one process on one core: `python -m benchmarks.speedup --help`.
 
-The first process takes the steps of `jax.jit` alone, on its core, while the second one waits; then both take them
-together, as data parallel and as a pipeline of two stages; and so in turn, each round compared by itself, so that what
-else the machine does falls on all alike. Bounds: 1.6 times as fast for data parallel, 1.65 for two stages with 16
-microbatches, or exit status 1. The machine has to be quiet. What the busier process computes, which a busy machine
-lengthens less, shows how fast it could be if nothing waited.
+The first process takes a step of `jax.jit` alone, on its core, while the second one waits; then both take one together,
+data parallel and as a pipeline of two stages. Rounds of these are compared each by itself, so that what else the
+machine does falls on all alike. Bounds: 1.6 times as fast for data parallel, 1.65 for two stages with 16 microbatches,
+or exit status 1. The machine has to be quiet. The speed-up "if nothing waited" is that of the processor time of the
+busier process, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from autopar.distributed import among
 from autopar.tools.launch import Launch
 
 BOUNDS = {"data parallel": 1.6, "two stages": 1.65}
-"""The times as fast that each should be at least; two cores allow 2, and 16 microbatches on two stages 1.80."""
+"""The least speed-ups; two cores allow 2, and 16 microbatches on these two stages 1.80."""
 
 MICROBATCHES = 16
 BLOCKS, WIDTH, HIDDEN, ROWS = 4, 512, 2048, 256
@@ -37,8 +37,8 @@ BLOCKS, WIDTH, HIDDEN, ROWS = 4, 512, 2048, 256
 Each microbatch adds its gradients to earlier ones, 12 bytes of memory a weight, beside 6 operations a weight and row:
 with 128 rows that is 12 % of what a stage computes on such a core, and two stages are 1.4 times as fast (`--rows 128`).
 
-Nobody asks for the gradient of a batch, so that of 23 products the second stage has 12; of two blocks it would have 6
-of 11, and two stages could not be more than 1.73 times as fast.
+No gradient of the batch is computed, so the second stage has 12 of the 23 products. With two blocks it would have 6 of
+11, and two stages could not be more than 1.73 times as fast.
 """
 
 TOLERANCE = 1e-5
@@ -66,13 +66,13 @@ def step(params: Any, batch: jax.Array) -> Any:
 
 
 class Training:
-    """A training whose steps are taken one by one; the processes of a parallel one take them together."""
+    """A training that takes a step at a time; all processes of a parallel one have to take it."""
 
     def __init__(self, function: Callable[..., Any], params: Any, batch: Any) -> None:
         self.function, self.params, self.batch = function, params, batch
 
     def step(self) -> tuple[float, float, float]:
-        """The seconds of one more step, those that this process computes, and its loss."""
+        """The seconds of one more step, the processor seconds of this process in it, and its loss."""
         start, computed = time.perf_counter(), time.process_time()
         self.params, loss = self.function(self.params, self.batch)
         jax.block_until_ready([leaf for leaf in self.params if leaf.addressable_shards])
@@ -80,7 +80,7 @@ class Training:
 
 
 def measure(rounds: int, rows: int) -> int:
-    """The exit status of one of the two processes; the first one prints what it has measured."""
+    """The exit status of one of the two processes, which both measure; the first one prints the results."""
     processes = among(jax.devices())
     assert processes is not None
     batch = np.random.default_rng(0).normal(size=(MICROBATCHES * rows, WIDTH)).astype(np.float32)
@@ -108,7 +108,7 @@ def measure(rounds: int, rows: int) -> int:
 
 
 def verdict(spent: dict[str, list[float]], computed: list[dict[str, list[float]]]) -> int:
-    """The exit status; prints the seconds of steps, and those that the busier process computes."""
+    """The exit status, 1 where a bound is missed; prints the seconds of steps and speed-ups."""
     alone = spent["one process"]
     print(f"{'one process':14} {statistics.median(alone):.3f} s", flush=True)
     is_met = True

@@ -1,4 +1,4 @@
-"""The collectives of the textbook's parallelisms, derived from the program alone, and what of a plan goes beyond that.
+"""The collectives of data parallelism, ZeRO and Megatron, derived from a program, and what of a plan goes beyond them.
 
 Over the axis `data`, of n devices, for a parameter of B bytes (or B/t where t devices of `tensor` cut it):
 
@@ -34,8 +34,8 @@ come out the same everywhere.
 With sequence parallelism, all-reduces are a scatter and a gather, with the norms on a device's own part of the sequence
 between them: the same bytes, but a gather more of every X that is not kept whole (in the backward pass, and in what is
 recomputed), and the gradients of what is whole are summed over `tensor` too. A plan that gathers activations over
-`tensor` is held against this, one that does not against the former; what counts is the time, or the bytes on the wire,
-of all that goes over the axis.
+`tensor` is compared with these, any other with the former; it goes beyond them where all that it sends over the axis
+takes more time and more bytes on the wire.
 
 Reference: Rajbhandari et al., "ZeRO" (SC 2020), sections 5 and 7; Shoeybi et al., "Megatron-LM" (2019), section 3;
 Korthikanti et al. (2205.05198), section 4, for a gather and a scatter in the place of an all-reduce.
@@ -58,13 +58,13 @@ from passes.rules import rule_of
 from passes.text import quantities
 
 CASTS = frozenset({"convert_element_type", "add_any"})
-"""What is done to the summands of a gradient, each a kernel of its own in the plan's prices."""
+"""The operators on a gradient's summands, each of which the cost model prices as a kernel of its own."""
 
-EARLY = "reduced, then added to what is reduced too: one would do"
+EARLY = "reduced before it is added to what is reduced too: one reduction of the sum would do"
 
 
 def judge(program: Program, style: Style) -> Verdict:
-    """The plan held against its textbook."""
+    """The collectives of a style's textbook for a planned program, and what of the plan goes beyond them."""
     verdict = Verdict()
     by_role: dict[str, list[Sent]] = defaultdict(list)
     everything = list(program.sent())
@@ -94,7 +94,7 @@ def judge(program: Program, style: Style) -> Verdict:
 
 
 def before_sums(program: Program, everything: Sequence[Sent]) -> list[Sent]:
-    """Reductions whose results are only added up: all but one of those that a sum reads."""
+    """The needless reductions: of those whose results one sum alone reads, over the same axes, all but the longest."""
     unneeded: list[Sent] = []
     waiting: dict[tuple[int, int, tuple[str, ...]], dict[int, Sent]] = defaultdict(dict)
     for s in everything:
@@ -113,7 +113,7 @@ def before_sums(program: Program, everything: Sequence[Sent]) -> list[Sent]:
 def _parameter(
     program: Program, style: Style, position: int, role: str, sends: Sequence[Sent], verdict: Verdict
 ) -> None:
-    """Records what is sent of a parameter, of its gradient or of its update."""
+    """Adds what the textbook sends of a parameter, of its gradient or of its update, and what the plan sends beyond."""
     mesh, spec = program.mesh, program.plan.inputs[position]
     type = program.graph.types[program.graph.inputs[position]]
     cut = {axis for axes in spec.dims for axis in axes} & set(style.tensor)
@@ -183,7 +183,10 @@ def casting_seconds(program: Program, sends: Sequence[Sent], dtype: str) -> floa
 def _exceeding(
     program: Program, style: Style, sends: Sequence[Sent], allowed: Allowed | None, verdict: Verdict
 ) -> None:
-    """Adds what takes more time and more bytes than is allowed, to what goes over `tensor` if some of it does."""
+    """Adds a finding where collectives take more time and more bytes than is allowed.
+
+    Where some go over `tensor` the surplus is a charge, which `_over_tensor` settles.
+    """
     spent, wire = sum(s.seconds for s in sends), sent_on_wire(program, sends)
     seconds = allowed.seconds if allowed else 0.0
     if allowed and (spent <= seconds * ROUNDING or wire <= allowed.wire):
@@ -199,18 +202,18 @@ def _exceeding(
 
 
 def _over_tensor(program: Program, verdict: Verdict) -> None:
-    """Names what makes the time over `tensor` longer than Megatron's: what it does not have comes first."""
+    """Adds findings for the time over `tensor` beyond Megatron's, first for collectives that Megatron does not have."""
     activations = [a for a in verdict.allowed if a.role.startswith("activation")]
     allowed = sum(a.seconds for a in activations)
     rest = sum(seconds for _, seconds in verdict.charges) - allowed * ROUNDING
     if sent_on_wire(program, [s for s, _ in verdict.charges]) <= sum(a.wire for a in activations):
         return
 
-    def strange(charge: tuple[Sent, float]) -> tuple[bool, bool, float]:
+    def is_unlike_megatron(charge: tuple[Sent, float]) -> tuple[bool, bool, float]:
         sent, seconds = charge
         return not sent.role.startswith("activation"), sent.kind not in ("all_reduce", "reduce_scatter"), seconds
 
-    for sent, seconds in sorted(verdict.charges, key=strange, reverse=True):
+    for sent, seconds in sorted(verdict.charges, key=is_unlike_megatron, reverse=True):
         if rest <= 0:
             return
         why = f"over this axis Megatron takes {quantities.seconds(allowed)} in all"

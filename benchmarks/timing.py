@@ -7,8 +7,8 @@ from benchmarks.one_device import Pairs, Runner
 WARM_UP = 2
 
 TURN = 2
-"""Steps of a turn, of which the last counts: the first finds other programs' arrays in the caches, as no step of a
-training does but its first."""
+"""Steps of a runner in a round, of which the last is timed: the first finds the arrays of other programs in the caches,
+as no step of a training does but its very first."""
 
 Seconds = dict[str, tuple[float, ...]]
 
@@ -16,8 +16,10 @@ Seconds = dict[str, tuple[float, ...]]
 def interleaved(
     runners: Mapping[str, Runner], rounds: int, *, warm_up: int = WARM_UP, tick: Callable[[], None] = lambda: None
 ) -> Seconds:
-    """Seconds of each runner's steps, one a round, after `TURN` less one of its own; every other round goes backwards.
-    `tick` hears of each round.
+    """The seconds of one step of each runner in each round [rounds], after `warm_up` rounds that are not counted.
+
+    In a round each runner takes `TURN` steps, of which the last is timed; every other round goes through the runners
+    backwards. `tick` is called after each round.
     """
     names = list(runners)
     seconds_of: dict[str, list[float]] = {name: [] for name in names}
@@ -31,6 +33,6 @@ def interleaved(
 
 
 def ratio(seconds: Seconds, ours: str, theirs: str) -> tuple[float, tuple[float, float]]:
-    """Median ratio of `ours` by `theirs` over the rounds, and its 95 % bootstrap interval."""
+    """The median over the rounds of `ours` divided by `theirs`, and its 95 % bootstrap interval."""
     pairs = Pairs(ours=seconds[ours], plain=seconds[theirs])
     return pairs.ratio, pairs.interval()

@@ -1,4 +1,4 @@
-"""Every model as an ordinary train step, in the size that is measured and in the least that 8 devices share."""
+"""Every model as an ordinary train step, in the size that benchmarks measure and in the least that 8 devices share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,8 @@
-"""Small problems with their equal nodes tied and apart: `python -m benchmarks.tying --help`.
+"""Answers, bounds and seconds of small problems, with equal nodes tied and apart: `python -m benchmarks.tying --help`.
 
-What `SolverOptions(untied=...)` goes by: from which size on tying saves more time than its answers and bounds lose.
-Both ways end where the relaxation is solved, rounded and bounded; what closes the gap then is the same.
+`SolverOptions(untied=...)` is the size from which on equal nodes are tied: where that saves more time than its answers
+and bounds lose. Both ways are compared after the relaxation is solved, rounded and bounded, as what closes the gap
+after that is the same.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Pair:
     apart_cpu: float
 
     @property
-    def dearer(self) -> float:
+    def costlier(self) -> float:
         """The extra cost of the tied answer, as a share."""
         return self.tied.objective / self.apart.objective - 1
 
@@ -52,9 +53,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tying",
         description="Solve the relaxations of random networks (benchmarks.networks) with equal nodes tied and apart: "
-        "edges, seconds of CPU, how much dearer the tied answer is and how much lower its bound, largest first.",
+        "edges, seconds of CPU, how much more the tied answer costs and how much lower its bound is, largest first.",
     )
-    parser.add_argument("--seed", default=1, type=int, help="of what is drawn (default: %(default)s)")
+    parser.add_argument(
+        "--seed", default=1, type=int, metavar="N", help="of the random networks (default: %(default)s)"
+    )
     parser.add_argument("--first", default=0, type=int, metavar="N", help="number of the first network (default: 0)")
     parser.add_argument("--count", default=20, type=int, metavar="N", help="networks (default: %(default)s)")
     parser.add_argument("--cluster", default=CLUSTERS[0], metavar="A", help="(default: %(default)s)")
@@ -95,17 +98,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         pairs(args.seed, range(args.first, args.first + args.count), args.cluster), key=lambda pair: -pair.edges
     )
     table = Table("network", title="equal nodes tied and apart", title_justify="left", padding=(0, 0))
-    for name in ("edges", "tied", "apart", "dearer", "lower"):
+    for name in ("edges", "tied, CPU", "apart, CPU", "tied costs more", "bound lower by"):
         table.add_column(name, justify="right", no_wrap=True)
     for pair in every_pair:
         seconds = (f"{cpu:.2f} s" for cpu in (pair.tied_cpu, pair.apart_cpu))
-        table.add_row(pair.name, str(pair.edges), *seconds, *(f"{100 * x:.2g} %" for x in (pair.dearer, pair.lower)))
+        table.add_row(pair.name, str(pair.edges), *seconds, *(f"{100 * x:.2g} %" for x in (pair.costlier, pair.lower)))
     console = stdout()
     console.print(table)
-    for name in ("tied_cpu", "apart_cpu", "dearer", "lower"):
+    for name, heading in (
+        ("tied_cpu", "tied, CPU seconds"),
+        ("apart_cpu", "apart, CPU seconds"),
+        ("costlier", "tied costs more, share"),
+        ("lower", "bound lower by, share"),
+    ):
         values = [getattr(pair, name) for pair in every_pair]
         console.print(
-            f"{name}: median {np.median(values):.3g}, 95 % {np.percentile(values, 95):.3g}, worst {max(values):.3g}"
+            f"{heading}: median {np.median(values):.3g}, 95 % {np.percentile(values, 95):.3g}, worst {max(values):.3g}"
         )
     return 0
 

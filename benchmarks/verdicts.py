@@ -1,4 +1,4 @@
-"""The collectives of a textbook and what of a plan goes beyond them, as values: tensors, bytes on a device, seconds."""
+"""The collectives that a textbook allows and what of a plan goes beyond them: tensors, bytes on a device, seconds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from benchmarks.causes import Program, Sent
 from passes.cluster import collectives
 
 ROUNDING = 1 + 1e-6
+"""The factor within which seconds that are summed in different orders count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,10 @@ class Style:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
-    """The tensors that the textbook sends for one cause: how many, of how many bytes on one device, in what time."""
+    """The tensors that the textbook sends for one cause: their number, bytes and seconds; `wire` is as of `on_wire`.
+
+    Bytes are those of the larger of operand and result on one device.
+    """
 
     role: str
     phase: str
@@ -49,13 +53,16 @@ class Finding:
 
     @property
     def waited_seconds(self) -> float:
-        """The surplus that a step is longer for it."""
+        """The part of the surplus by which the step is longer: what compute does not overlap."""
         return self.surplus_seconds * self.sent.waited_share
 
 
 @dataclass(kw_only=True)
 class Verdict:
-    """The textbook's collectives, and what of the plan is unexplained; `charges` are seconds over the axes `tensor`."""
+    """The textbook's collectives, and the findings of what is unexplained in the plan.
+
+    `charges` are the plan's collectives over the axes `tensor`, with the seconds that count against Megatron's.
+    """
 
     allowed: list[Allowed] = field(default_factory=list[Allowed])
     findings: list[Finding] = field(default_factory=list[Finding])
@@ -68,29 +75,29 @@ class Verdict:
 
 
 def payload(sent: Sent, ranks: int) -> int:
-    """Bytes on the larger side of one device's buffer, of all of them."""
+    """Bytes of the larger of operand and result on one device, of all tensors, over a group of so many `ranks`."""
     return sent.count * (sent.nbytes * ranks if sent.kind == "reduce_scatter" else sent.nbytes)
 
 
 def on_wire(kind: collectives.Kind, nbytes: int) -> int:
-    """Bytes that a ring sends, times n / (n-1): an all-reduce goes round twice."""
+    """Bytes that a device of n in a ring sends, times n / (n - 1): the payload, and twice that of an all-reduce."""
     return 2 * nbytes if kind == "all_reduce" else nbytes
 
 
 def sent_on_wire(program: Program, sends: Sequence[Sent]) -> int:
-    """The same of what a plan sends."""
+    """The same for all of these collectives of a plan."""
     return sum(on_wire(s.kind, payload(s, program.mesh.group(s.axes).ranks)) for s in sends)
 
 
 def seconds_of(program: Program, kind: collectives.Kind, axes: Sequence[str], nbytes: float) -> float:
-    """Seconds of one collective of `nbytes` on the larger side, its launch included."""
+    """Seconds of one collective whose larger side has `nbytes` on a device, its launch included."""
     mesh = program.mesh
     launch = mesh.cluster.group().device.launch_seconds
     return collectives.seconds(kind, nbytes, mesh.group(tuple(axes))) + launch
 
 
 def by_phase(allowed: Sequence[Allowed]) -> dict[tuple[str, str, tuple[str, ...]], Allowed]:
-    """The allowed collectives by role, phase and axes."""
+    """The allowed collectives by role, phase and axes, those of one key added up."""
     totals: dict[tuple[str, str, tuple[str, ...]], Allowed] = {}
     for entry in allowed:
         key = entry.role, entry.phase, entry.axes

@@ -1,7 +1,8 @@
-"""Every model as autopar plans it on 8 CPU devices, beside plans written by hand: `python -m benchmarks.zoo --help`.
+"""Step times of every model under autopar's plan and hand-made ones, on 8 CPU devices: `python -m benchmarks.zoo
+--help`.
 
-Devices are measured first, so that a plan is chosen for what is here: virtual CPUs which share cores and a slow
-transport. Equality and the absence of unplanned collectives are bounds; step times are targets.
+The devices are measured first, so that plans are chosen for them: virtual CPUs that share cores and a slow transport.
+Equality with `jax.jit` and the absence of unplanned collectives are bounds; step times are targets.
 """
 
 import argparse
@@ -10,32 +11,31 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import autopar
 from autopar.checks import hlo, verify
 from benchmarks.baselines import baselines, sharded
-from benchmarks.console import stdout
+from benchmarks.console import progress_of_tasks, stdout
 from benchmarks.equality import difference, mesh_text
+from benchmarks.lists import names, some_of
 from benchmarks.one_device import Runner
-from benchmarks.timing import WARM_UP, interleaved, ratio
+from benchmarks.timing import TURN, WARM_UP, interleaved, ratio
 from benchmarks.trainings import MODELS, QUICK, Training
 from passes.text import quantities
 
 DEVICES = 8
 STEPS = 3
 BOUND = 1e-10  # relative difference from jax.jit in float64
-TARGET = 1.0  # autopar's step time by the best baseline's
-EXECUTION_TARGET = 1.02  # by that of plain jax.jit under the same input and output shardings
+TARGET = 1.0  # the largest ratio of autopar's step time to the best baseline's
+EXECUTION_TARGET = 1.02  # the largest ratio to that of plain jax.jit under the same input and output shardings
 
 AUTOPAR, COMPARED = "autopar", "compared"
 
@@ -50,9 +50,9 @@ EXECUTIONS: dict[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """The difference of a planned float64 program from `jax.jit` after all its steps, and the collectives of both.
+    """A planned float64 program's largest relative difference from `jax.jit` over its steps, and its collectives.
 
-    `collectives` are the plan's tensors by kind; `unplanned` those compiled beyond it.
+    `collectives` are numbers of tensors that the plan sends a step, by kind; `unplanned` those compiled beyond them.
     """
 
     mesh: str
@@ -77,7 +77,10 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The plan that `Auto` found for a model in float32 and seconds of its steps, in one run with its baselines'."""
+    """The plan that `Auto` found for a model in float32, and the seconds of its steps and of the baselines', by name.
+
+    `comparison` is the text of `autopar.compare`, empty where it was not run.
+    """
 
     model: str
     mesh: str
@@ -100,12 +103,12 @@ class Found:
 
     @property
     def ratio(self) -> tuple[float, tuple[float, float]]:
-        """The plan's step time by the best baseline's, and its 95 % interval."""
+        """The ratio of the plan's step time to the best baseline's, and its 95 % interval."""
         return ratio(self.seconds, AUTOPAR, self.best)
 
     @property
     def compared_ratio(self) -> tuple[float, tuple[float, float]] | None:
-        """That of the plan that `autopar.compare` took, None where it was not asked."""
+        """The same ratio of the plan that `autopar.compare` chose, None where it was not run."""
         return ratio(self.seconds, COMPARED, self.best) if COMPARED in self.seconds else None
 
 
@@ -120,7 +123,7 @@ class Execution:
 
     @property
     def ratio(self) -> tuple[float, tuple[float, float]]:
-        """autopar's step time by jit's, and its 95 % interval."""
+        """The ratio of autopar's step time to jit's, and its 95 % interval."""
         return ratio(self.seconds, AUTOPAR, "jit")
 
 
@@ -137,11 +140,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--models",
         default=tuple(MODELS),
-        type=models,
+        type=names("model", MODELS),
         metavar="A,B",
-        help=f"some of {', '.join(MODELS)} (default: all)",
+        help=some_of(MODELS),
     )
-    parser.add_argument("--pairs", default=20, type=int, metavar="N", help="rounds of steps (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", "--pairs", default=20, type=int, metavar="N", help="of steps (default: %(default)s)"
+    )
     parser.add_argument(
         "--cluster", metavar="FILE", help="what `autopar measure --devices 8 --out FILE` saved (default: measure now)"
     )
@@ -155,22 +160,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     either.add_argument(
         "--compare",
         action="store_true",
-        help="run the plan that autopar.compare takes, too, which has stepped the found one and the textbook's",
+        help="also run the plan that autopar.compare chooses, which times steps of searched and of hand-made plans",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
 
 
-def models(text: str) -> tuple[str, ...]:
-    """The models that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in MODELS]:
-        raise argparse.ArgumentTypeError(f"no model is called {unknown[0]!r}; there are {', '.join(MODELS)}")
-    return names
-
-
 def by_kind(plan: Any) -> dict[str, int]:
-    """The number of tensors of a plan that each kind of collective sends a step."""
+    """The number of tensors that a plan sends a step by each kind of collective, the most frequent kind first."""
     counts: Counter[str] = Counter()
     for collective in plan.collectives:
         counts[collective.kind] += collective.count
@@ -178,7 +175,7 @@ def by_kind(plan: Any) -> dict[str, int]:
 
 
 def check(training: Training, cluster: Any, planner: Any = None, steps: int = STEPS) -> Checked:
-    """A training as planned held against `jax.jit`, and its plan against its program; give it float64."""
+    """A training in float64, planned and compared with `jax.jit`, and its collectives with its plan's."""
     lowered = autopar.parallelize(training.step, cluster=cluster, planner=planner).lower(training.state, training.batch)
     compiled = lowered.compile({**hlo.UNCOMBINED, **QUICK})
     verification = verify(lowered.plan, compiled.as_text())
@@ -208,12 +205,12 @@ def planned(training: Training, cluster: Any, planner: Any = None) -> Any:
 
 
 def placed(compiled: Any, training: Training) -> Runner:
-    """A compiled step with its arguments where its plan wants them."""
+    """A compiled step and its arguments, laid out as its plan has them."""
     return Runner(compiled, *jax.device_put((training.state, training.batch), compiled.input_shardings[0]))
 
 
 def find(model: str, cluster: Any, rounds: int, report: Callable[[str], None], *, compare: bool = False) -> Found:
-    """The results of one model; with `compare`, those of the plan that `autopar.compare` takes as well."""
+    """One model's plan, checked and timed beside its baselines and, with `compare`, beside `autopar.compare`'s plan."""
     report("planning")
     training = MODELS[model].training()
     start = time.perf_counter()
@@ -252,7 +249,7 @@ def find(model: str, cluster: Any, rounds: int, report: Callable[[str], None], *
 
 
 def execute(name: str, cluster: Any, rounds: int, report: Callable[[str], None]) -> Execution:
-    """One plan's two executions, timed."""
+    """The plan called `name` run as autopar's program and by plain `jax.jit`, timed in turn."""
     model, planner = EXECUTIONS[name]
     training = MODELS[model].training()
     report("planning and compiling")
@@ -269,11 +266,11 @@ def kinds(collectives: dict[str, int]) -> str:
 
 
 def plans_table(results: list[Found]) -> Table:
-    """The plans found and how they hold, one model a row; what is out of bounds in red."""
+    """The plans found and what was checked of them, one model a row; what is out of bounds in red."""
     table = Table(title="plans found for the measured devices", title_justify="left", padding=(0, 0))
     for name in ("model", "mesh", "tensors a step, by kind"):
         table.add_column(name, overflow="fold")
-    for name in ("planning", "differs", "unpl.", "sent", "compiled"):
+    for name in ("planning", "differs", "unplanned", "bytes planned", "compiled"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
@@ -292,11 +289,12 @@ def plans_table(results: list[Found]) -> Table:
 
 def times_table(results: list[Found]) -> Table:
     """Median milliseconds of a step, one model a row."""
-    names = list(dict.fromkeys(name for r in results for name in r.seconds))
+    runs = list(dict.fromkeys(name for r in results for name in r.seconds))
     table = Table(title="median step, ms", title_justify="left", padding=(0, 0))
     table.add_column("model", no_wrap=True)
     is_compared = any(r.compared_ratio for r in results)
-    for name in ("promised", *names, "by best", "95 %", *(["compared by best", "95 %"] if is_compared else [])):
+    compared = ["compared / best", "95 %"] if is_compared else []
+    for name in ("predicted", *runs, "autopar / best", "95 %", *compared):
         table.add_column(name, justify="right")
     for r in results:
         medians = {name: f"{seconds * 1e3:.3g}" for name, seconds in r.medians.items()}
@@ -305,27 +303,10 @@ def times_table(results: list[Found]) -> Table:
         table.add_row(
             r.model,
             f"{r.predicted_seconds * 1e3:.3g}",
-            *(medians.get(name, "") for name in names),
+            *(medians.get(name, "") for name in runs),
             *(text for middle, (low, high) in ratios for text in (f"{middle:.2f}", f"{low:.2f}-{high:.2f}")),
         )
     return table
-
-
-@contextmanager
-def progress(console: Console, total: int) -> Iterator[Callable[[str], Callable[[str], None]]]:
-    """A function of a task's name that gives a function to say what it does now; each task that begins ends another."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        begun = -1
-
-        def begin(name: str) -> Callable[[str], None]:
-            nonlocal begun
-            begun += 1
-            bar.update(task, completed=begun, description=name)
-            return lambda phase: bar.update(task, description=f"{name}: {phase}")
-
-        yield begin
 
 
 def executions_table(results: list[Execution]) -> Table:
@@ -364,12 +345,12 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_platforms", "cpu")
     results: list[Any] = []
-    with progress(progress_console, 1 + len(EXECUTIONS if args.executions else args.models)) as begin:
+    with progress_of_tasks(progress_console, 1 + len(EXECUTIONS if args.executions else args.models)) as begin:
         cluster = args.cluster or autopar.measure(announce=begin("measuring"))
         if args.executions:
-            results += [execute(name, cluster, args.pairs, begin(name)) for name in EXECUTIONS]
+            results += [execute(name, cluster, args.rounds, begin(name)) for name in EXECUTIONS]
         else:
-            results += [find(name, cluster, args.pairs, begin(name), compare=args.compare) for name in args.models]
+            results += [find(name, cluster, args.rounds, begin(name), compare=args.compare) for name in args.models]
     faults = [] if args.executions else [f"{r.model}: {miss}" for r in results for miss in r.checked.misses]
     slow = missed(results)
     if args.json:
@@ -381,14 +362,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.compare:
         console.print(*(result.comparison for result in results), sep="\n\n", end="\n\n", soft_wrap=True)
     console.print(
-        f"{args.pairs} rounds in turn after {WARM_UP}, each step after one of its own, float32, SGD with momentum; "
-        f"ratios are of neighbouring steps, with their bootstrap interval. {DEVICES} virtual devices share "
-        f"{os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}."
+        f"{args.rounds} rounds after {WARM_UP} of warm-up, in each of which every program takes {TURN} steps and the "
+        "last is timed; float32, SGD with momentum; ratios are medians over rounds with 95 % bootstrap intervals. "
+        f"{DEVICES} virtual devices share {os.cpu_count()} cores; load {os.getloadavg()[0]:.1f}."
     )
     if not args.executions:
         console.print(
-            f"differs: largest relative difference from jax.jit in {STEPS} steps in float64, bound {BOUND:.0e}; unpl., "
-            "sent, compiled: of that float64 program"
+            f"differs: largest relative difference from jax.jit in {STEPS} steps in float64, bound {BOUND:.0e}; "
+            "unplanned collectives, bytes planned and compiled are of that float64 program"
         )
     for misses, style in ((slow, "yellow"), (faults, "red")):
         for miss in misses:

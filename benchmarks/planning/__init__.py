@@ -1,1 +1,1 @@
-"""The time of planning and what it finds, from shapes alone."""
+"""The time that planning takes and the plans that it finds, from shapes alone."""

@@ -1,4 +1,4 @@
-"""Models x clusters, each planned in a process of its own: `python -m benchmarks.planning cases --help`."""
+"""Seconds to plan large models for large clusters, each in a process: `python -m benchmarks.planning cases --help`."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from passes.text import quantities
 class Case:
     """A model planned for a cluster, on one mesh or in stages, and the most seconds that it may take, tracing included.
 
-    `after` bounds the seconds after tracing, where that is asked for too.
+    `after` is the target of the seconds after tracing, if there is one.
     """
 
     model: str
@@ -38,12 +38,15 @@ CASES = {
     "wide-resnet": Case(model="wide-resnet-13b", cluster="8x8:v100-16g", batch=1536, bound=60.0),
     "1t": Case(model="gpt-1t", cluster="384x8:a100-80g", batch=3072, bound=60.0),
 }
-"""What is planned, by the name that --case takes."""
+"""The cases by the name that --case takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Median seconds of a case's parts; integer programs asked and solved; the largest gap of a part of the plan."""
+    """Median seconds of a case's phases, integer programs asked for and solved, the gap and the predicted step.
+
+    `gap` is the largest of any stage; `rss_nbytes` the most memory that the process held.
+    """
 
     case: Case
     trace: float
@@ -124,7 +127,7 @@ def row(case: Case, runs: Sequence[dict[str, Any]]) -> Row:
 
 def table(rows: Sequence[Row]) -> Table:
     """A column for every case, with its parts, its target and what it holds."""
-    shown = Table("", *(row.case.model for row in rows), title="planning, cold", title_justify="left")
+    shown = Table("", *(row.case.model for row in rows), title="planning in a new process", title_justify="left")
     for column in shown.columns[1:]:
         column.justify = "right"
     lines: dict[str, Callable[[Row], str]] = {
@@ -136,10 +139,10 @@ def table(rows: Sequence[Row]) -> Table:
         "total": lambda row: quantities.seconds(row.total),
         "target": lambda row: quantities.seconds(row.case.bound),
         "after tracing": lambda row: quantities.seconds(row.total - row.trace),
-        "target of it": lambda row: quantities.seconds(row.case.after) if row.case.after else "",
-        "": lambda row: "missed" if row.missed else "met",
-        "asked": lambda row: f"{row.programs:,}",
-        "solved": lambda row: f"{row.solved:,}",
+        "its target": lambda row: quantities.seconds(row.case.after) if row.case.after else "",
+        "targets": lambda row: "missed" if row.missed else "met",
+        "programs asked": lambda row: f"{row.programs:,}",
+        "programs solved": lambda row: f"{row.solved:,}",
         "gap": lambda row: f"{100 * row.gap:.2g} %",
         "step": lambda row: quantities.seconds(row.step_seconds),
         "RSS": lambda row: quantities.nbytes(row.rss_nbytes),

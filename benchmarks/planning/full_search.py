@@ -1,6 +1,6 @@
 """Time of every phase of a search over stages for one model and cluster; `benchmarks.planning --pipeline` prints them.
 
-What happens between two reports of the search belongs to the phase that the first of them tells of.
+The time between two progress reports of the search counts for the phase that the first of them names.
 """
 
 import time
@@ -28,15 +28,15 @@ PHASES = {
     "partition": "partition into stages",
     "realise": "plan the stages chosen",
 }
-"""What is printed of each phase, in order."""
+"""The printed name of each phase, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """Seconds of each phase and of all of it, `cpu` of them computed here; tables and the plan, `gap` its largest.
+    """Seconds of each phase and in all, `cpu` the processor seconds of this process, and figures of the plan.
 
-    `tables` are as many as there are layers (of a deep model, blocks), meshes and numbers of microbatches, `priced`
-    those that took a solve.
+    `tables` counts the stage costs to know: a layer (of a deep model, a block) on a mesh, for a number of microbatches;
+    `priced` are those that took a solve. `gap` is the largest of a stage.
     """
 
     model: str
@@ -132,9 +132,9 @@ def tables(search: Searched) -> list[Table]:
     after_tracing = search.total - search.seconds["trace"] - search.seconds["microbatches"]
     times.add_row("after tracing", quantities.seconds(after_tracing), quantities.share(after_tracing, search.total))
     times.add_row("total", quantities.seconds(search.total), "")
-    times.add_row("of it CPU", quantities.seconds(search.cpu), quantities.share(search.cpu, search.total))
+    times.add_row("CPU of total", quantities.seconds(search.cpu), quantities.share(search.cpu, search.total))
     details = Table(show_header=False)
-    details.add_row("layer tables", f"{search.tables:,} asked, {search.priced:,} solved")
+    details.add_row("layer tables", f"{search.tables:,} asked for, {search.priced:,} solved")
     details.add_row("plan", f"{quantities.count(search.stages, 'stage', 'stages')}, {search.microbatches} microbatches")
     details.add_row("gap of its stages", f"{100 * search.gap:.2g} %")
     details.add_row("predicted step", quantities.seconds(search.step_seconds))

@@ -60,12 +60,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         epilog="example: python -m benchmarks.planning growth --along devices --plot growth.png",
     )
     names = tuple(SERIES)
-    parser.add_argument("--along", choices=names, action="append", help="again for more (default: all)")
+    parser.add_argument("--along", choices=names, action="append", help="what grows; again for more (default: all)")
     parser.add_argument("--model", default="gpt-1.3b", choices=one_mesh.LAYERED, help="(default: %(default)s)")
     parser.add_argument("--kind", default="a100-80g", help="of device (default: %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves as .png or .svg")
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    parser.add_argument("--strict", action="store_true", help="a missed target is an error")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a target is missed")
     return parser.parse_args(argv)
 
 
@@ -78,12 +78,14 @@ def traced(model: str, layers: int, batch_size: int) -> tuple[Traced, float]:
     return trace(step, (state, batch), {}, donate_argnums=(0,)), time.perf_counter() - start
 
 
-def planned(along: str, size: int, program: tuple[Traced, float], cluster: str, axes: int, first: bool = False) -> Row:
-    """A program planned on every mesh of a cluster, or on the squarest alone."""
+def planned(
+    along: str, size: int, program: tuple[Traced, float], cluster: str, axes: int, *, squarest: bool = False
+) -> Row:
+    """A program planned on every mesh of a cluster with at most so many axes, or on the `squarest` mesh alone."""
     traced, trace_seconds = program
     described = parse_cluster(cluster)
     meshes = layouts(described, described.n_devices, axes)
-    meshes = [min(meshes, key=lambda mesh: max(mesh.sizes))] if first else meshes
+    meshes = [min(meshes, key=lambda mesh: max(mesh.sizes))] if squarest else meshes
     start = time.perf_counter()
     step = Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
     plan = cheapest_plan("auto", MeshProblems(step=step), meshes, Auto().solver)
@@ -101,7 +103,7 @@ def planned(along: str, size: int, program: tuple[Traced, float], cluster: str, 
 def by_layers(args: argparse.Namespace) -> Iterator[Row]:
     """One mesh of 64 devices, more layers."""
     for layers in LAYERS:
-        yield planned("layers", layers, traced(args.model, layers, 64), f"8x8:{args.kind}", 2, first=True)
+        yield planned("layers", layers, traced(args.model, layers, 64), f"8x8:{args.kind}", 2, squarest=True)
 
 
 def by_devices(args: argparse.Namespace) -> Iterator[Row]:
@@ -138,7 +140,7 @@ def misses(rows: Sequence[Row]) -> Iterator[str]:
 def table(rows: Sequence[Row], model: str) -> Table:
     """All rows, each with how much longer it took than the one before."""
     table = Table(title=f"Planning {model}", title_justify="left")
-    for heading in ("along", "size", "operators", "meshes", "trace", "after tracing", "in all", "times", "gap"):
+    for heading in ("along", "size", "operators", "meshes", "trace", "after tracing", "in all", "/ row before", "gap"):
         table.add_column(heading, justify="left" if heading == "along" else "right")
     previous: Row | None = None
     for row in rows:

@@ -1,4 +1,4 @@
-"""The phases of planning one GPT, the size of its problem and what is found: `python -m benchmarks.planning --help`."""
+"""Seconds of the phases of planning a GPT, and figures of the plan: `python -m benchmarks.planning --help`."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ PLANNERS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One plan, how long each phase of making it took, and what it promises; times in seconds.
+    """One plan's figures, and the seconds that each phase of planning took.
 
     `total` is all that passed, `cpu` what this process computed in it: far less if others kept the machine busy.
     `sizes` counts what planning had to handle, as far as the plan says.
@@ -67,8 +67,8 @@ class Planned:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.planning",
-        description="Plan GPTs for a cluster that need not be here, and print how long each phase took and what the "
-        f"plan promises. Exits with 1 if {BOUND_MODEL} on {BOUND_DEVICES} devices takes more than "
+        description="Plan GPTs for a cluster that need not be here, and print how long each phase took and the plan's "
+        f"figures. Exits with 1 if {BOUND_MODEL} on {BOUND_DEVICES} devices takes more than "
         f"{BOUND_SECONDS:.0f} s in all, tracing included.",
         epilog="example: python -m benchmarks.planning --model 125M --model 350M --cluster 2x8:a100-80g; "
         "two tables have options of their own: cases --help, growth --help",
@@ -117,8 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tie-check",
         action="store_true",
-        help="plan again with every node solved apart and compare what both promise: exits with 1 if that is better "
-        "by more than the solver's gap (only for small models: it can take many minutes)",
+        help="plan again without merging equal nodes and compare the objectives: exits with 1 if that one is lower by "
+        "more than the solver's gap (only for small models: it can take many minutes)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser
@@ -128,9 +128,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed command line."""
     parser = _parser()
     args = parser.parse_args(argv)
-    strange = [name for name in args.model or () if name in one_mesh.MODELS]
-    if strange and not (args.mesh or args.pipeline):
-        parser.error(f"--model {strange[0]} is planned for one mesh or in stages: add --mesh 8x8 or --pipeline")
+    of_one_mesh = [name for name in args.model or () if name in one_mesh.MODELS]
+    if of_one_mesh and not (args.mesh or args.pipeline):
+        parser.error(f"--model {of_one_mesh[0]} is planned for one mesh or in stages: add --mesh 8x8 or --pipeline")
     deep = [name for name in args.model or () if name not in (*gpt.PRESETS, *one_mesh.LAYERED)]
     if deep and args.layers:
         parser.error(f"--layers: the depth of {deep[0]} is part of what it is; leave it out, or take another model")
@@ -228,7 +228,7 @@ def tables(planned: Planned) -> list[Table]:
         times.add_row(phase, quantities.seconds(seconds), quantities.share(seconds, planned.total))
     times.add_section()
     times.add_row("total", quantities.seconds(planned.total), "")
-    times.add_row("of it CPU", quantities.seconds(planned.cpu), quantities.share(planned.cpu, planned.total))
+    times.add_row("CPU of total", quantities.seconds(planned.cpu), quantities.share(planned.cpu, planned.total))
     details = Table(show_header=False)
     details.add_row("planner", planned.planner)
     for name, number in planned.sizes.items():

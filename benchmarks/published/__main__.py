@@ -1,4 +1,4 @@
-"""Predictions held against published measurements: `python -m benchmarks.published --help`."""
+"""Tables of predictions beside published measurements: `python -m benchmarks.published --help`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autopar.tools.plot import blank
 from benchmarks.console import stdout
+from benchmarks.lists import names
 from benchmarks.published import report
 from benchmarks.published.planned import Configuration
 from benchmarks.published.rows import Result, Row
@@ -33,40 +34,38 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "peak memory, precision and recall of out-of-memory. Rows that cannot be expressed are listed with the reason.",
         epilog="example: python -m benchmarks.published --source megatron-sc21,zero-bubble --limit 0 --plot errors.png",
     )
-    parser.add_argument("--source", type=sources, default=NAMES, metavar="A,B", help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--row", metavar="TEXT", help="only rows whose name has this in it, however many")
+    parser.add_argument(
+        "--source", type=names("source", NAMES), default=NAMES, metavar="A,B", help=f"of {', '.join(NAMES)}"
+    )
+    parser.add_argument("--row", metavar="TEXT", help="only rows whose name contains TEXT, whatever --limit says")
     parser.add_argument(
         "--data",
         type=Path,
         action="append",
         metavar="DIR",
-        help="a folder of CSV files, known by their columns, in place of benchmarks/published/data; again for more",
+        help="a folder of CSV files, each recognised by its columns, in place of benchmarks/published/data; again for "
+        "more",
     )
     parser.add_argument(
         "--limit",
         type=int,
         default=LIMIT,
         metavar="N",
-        help="rows asked of each source, evenly spread, 0 for all (default: %(default)s, minutes; all: an hour)",
+        help="rows that are predicted of each source, evenly spread; 0 for all (default: %(default)s, which takes "
+        "minutes; all take an hour)",
     )
     parser.add_argument("--summary", action="store_true", help="leave out the tables of rows and sweeps")
-    parser.add_argument("--plans", action="store_true", help="print the plans of the rows, too")
-    parser.add_argument("--names", action="store_true", help="name every row that has no prediction, not just a few")
+    parser.add_argument("--plans", action="store_true", help="also print the plans of the rows")
+    parser.add_argument(
+        "--names", action="store_true", help="name every row without a prediction (default: a few for each reason)"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted against measured as .png or .svg")
     parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
     return parser.parse_args(argv)
 
 
-def sources(text: str) -> tuple[str, ...]:
-    """The sources that `text` lists. Raises ArgumentTypeError for one that is not there."""
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in NAMES]:
-        raise argparse.ArgumentTypeError(f"no source is called {unknown[0]!r}; there are {', '.join(NAMES)}")
-    return names
-
-
 def chosen_rows(rows: Sequence[Row], args: argparse.Namespace) -> list[Row]:
-    """The rows that the command line asks for; those named by text come with the rows that they are relative to."""
+    """The rows that the command line asks for, with the rows that their throughput is relative to."""
     rows = [row for row in rows if row.source in args.source]
     if args.row is None:
         return spread(rows, args.limit)
@@ -95,12 +94,13 @@ def show(results: Sequence[Result], args: argparse.Namespace, console: Console) 
         for question in dict.fromkeys(r.row.question for r in results if r.answer):
             if isinstance(question, Configuration):
                 console.print(str(question.plan()), markup=False, highlight=False)
-    for line in report.unanswered(results, args.names):
+    for line in report.unanswered(results, every_name=args.names):
         console.print(f"no prediction: {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(*report.summaries(results))
     console.print(
         "error, bias: mean absolute and mean error of predictions, as shares of what was measured; tau, regret: means "
-        "over sweeps; exact: printed figures that are met within their rounding; out-of-memory: predicted of all",
+        "over sweeps; exact: printed figures that are met within their rounding; out-of-memory: rows that ran out and "
+        "were predicted to, of all that ran out",
         highlight=False,
     )
 
@@ -126,9 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     else:
         show(results, args, console)
         for path in unread:
-            console.print(f"not read, its columns are of no source: {path}", soft_wrap=True)
+            console.print(f"not read, as its columns are those of no source: {path}", soft_wrap=True)
         if left_out:
-            console.print(f"{left_out} rows left out: --limit 0 asks them all")
+            console.print(f"{left_out} rows left out: --limit 0 predicts them all")
     if args.plot:
         report.draw(results, args.plot)
     return 0

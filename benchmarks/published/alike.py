@@ -1,4 +1,4 @@
-"""Megatron's planner, for deep pipelines: stages that are equal are planned once, as in a search over stages."""
+"""Megatron's planner for deep pipelines, which plans equal stages once, as a search over stages does."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class _StackedCut(StrategyFilter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepMegatron(Megatron):
-    """The plan that `Megatron` makes of a step that is in its variant already, in less time.
+    """A planner that makes the plan of `Megatron`, in less time, of a step that is split into microbatches already.
 
-    Where `ends_count`, the embedding and the head count as a layer each, and stages have equally many. `layers` are
-    those of each stage, where they are given. With `sequence`, what layers save is cut along the sequence over the
-    tensor devices.
+    With `ends_count` the embedding and the head count as a layer each, and stages have equally many. `layers` [stages]
+    gives each stage's number, where it is not empty. With `sequence`, what layers save is cut along the sequence over
+    the tensor devices.
     """
 
     ends_count: bool = False
@@ -60,7 +60,7 @@ class DeepMegatron(Megatron):
     sequence: bool = False
 
     def restriction(self, assembly: Assembly, rows: Mapping[int, int] = MappingProxyType({})) -> Assembly:
-        """The placements that it has of a stage, which takes what has its `rows` along these dimensions."""
+        """The assembly of a stage with Megatron's placements alone; `rows` are batch dimensions by input."""
         placed = Megatron.restriction(self, assembly, rows)
         return _sequence(placed) if self.sequence else placed
 
@@ -92,7 +92,7 @@ class DeepMegatron(Megatron):
         return Planned.of(pipelined(step, firsts, plan_stage, of_pipeline), step)
 
     def _whole(self, step: Step) -> Callable[[Assembly], Assembly]:
-        """The placements that it has of a step in one piece, whose batch is known."""
+        """A function that restricts the assembly of a whole step, whose batch is known, to Megatron's placements."""
         is_cut = self.zero > 0
         return lambda assembly: _sequence(restrictions.megatron(assembly, batch=step.batch, is_state_cut=is_cut))
 

@@ -1,8 +1,8 @@
 """GPipe's tables: throughput against stages and microbatches on TPU v3, relative to 2 stages and 1 microbatch.
 
-Of its models the zoo has the Transformer, here decoder-only. The paper adjusts the batch to memory without saying how:
-here it is 32 sequences, as for the largest models, halved until a plan fits. Stages compute activations again before
-the gradients of the stage behind are there.
+Of the paper's models `models/` has the Transformer, here decoder-only. The paper adjusts the batch to memory without
+saying how: here it is 32 sequences, as for its largest models, halved until a plan fits. Stages recompute activations
+before the gradients of the next stage have arrived.
 
 Reference: Huang et al., "GPipe" (1811.06965), tables 1 to 3; section 2.3: recomputation "can be scheduled earlier,
 without waiting for the gradients from earlier layers".
@@ -17,20 +17,19 @@ from typing import Self, cast
 from benchmarks.published import gpipe_transformer
 from benchmarks.published.machines import machine
 from benchmarks.published.planned import Configuration, Job
-from benchmarks.published.rows import Answer, Fields, Row, Source, number, whole
+from benchmarks.published.rows import GIB, Answer, Fields, Row, Source, number, whole
 from models import gpt
 from passes.inter_op import StageCost, Transfer
 from passes.plan import PipelinePlan
 from passes.planners import Auto
 
-GIB = 2**30
 BATCH, HEADS, VOCAB = 32, 32, 32000
 """Of the Transformers of table 1, which table 2 does not repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnGPipe(Configuration):
-    """A configuration as GPipe runs it, asked for the seconds of `BATCH` sequences."""
+    """A configuration as GPipe runs it; its answer has the seconds of the job's batch, whatever batch fits."""
 
     def answer(self) -> Answer:
         """The answer for the largest batch that fits, or the least. Raises PlanningError where there is no plan.
@@ -64,7 +63,7 @@ class OnGPipe(Configuration):
 
 
 def seconds_ahead(costs: Sequence[StageCost], transfers: Sequence[Transfer], microbatches: int) -> float:
-    """Seconds of a step whose stages [stages] compute a microbatch's activations again as soon as they are free.
+    """Seconds of a step whose stages [stages] recompute a microbatch's activations as soon as they are free.
 
     That takes as long as the forward pass, and is a part of the backward pass; the rest waits for the stage behind.
     """

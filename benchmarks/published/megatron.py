@@ -18,10 +18,10 @@ from benchmarks.published.machines import (
     HOP_OF_2021,
     MATMULS_OF_2019,
     MATMULS_OF_2021,
-    hopping,
     machine,
-    multiplying,
-    summing,
+    with_hops,
+    with_matmul_efficiency,
+    with_summing_groups,
 )
 from benchmarks.published.planned import Configuration, Job
 from benchmarks.published.rows import Fields, Row, Source, number, whole
@@ -95,10 +95,10 @@ def _sc21(lines: Sequence[Fields]) -> Iterator[Row]:
             yield replace(row, why=f"microbatches of {micro} on {data} devices do not divide the batch of {batch}")
         else:
             job = gpt_job(fields, batch, remat=fields["activation_recompute"] == "full")
-            cluster = hopping(multiplying(cluster, MATMULS_OF_2021), HOP_OF_2021)
+            cluster = with_hops(with_matmul_efficiency(cluster, MATMULS_OF_2021), HOP_OF_2021)
             configuration = Configuration(
                 job=job,
-                cluster=summing(cluster, tensor if data > 1 else 0),
+                cluster=with_summing_groups(cluster, tensor if data > 1 else 0),
                 microbatches=batch // (micro * data),
                 data=data,
                 tensor=tensor,
@@ -126,9 +126,9 @@ def _v100(lines: Sequence[Fields]) -> Iterator[Row]:
             yield replace(row, why=f"no device of the table is called {fields['gpu']!r}")
             continue
         if not kind.startswith("README"):
-            cluster = multiplying(cluster, MATMULS_OF_2019)
+            cluster = with_matmul_efficiency(cluster, MATMULS_OF_2019)
         elif "A100" in fields["gpu"]:
-            cluster = hopping(multiplying(cluster, MATMULS_OF_2021), HOP_OF_2021)
+            cluster = with_hops(with_matmul_efficiency(cluster, MATMULS_OF_2021), HOP_OF_2021)
         work = work_of(fields, batch) / devices / 1e12
         share = number(fields, "scaling_efficiency_pct")
         tflops = number(fields, "tflops_per_gpu") or (ONE_GPU_TFLOPS * share / 100 if share else None)

@@ -1,9 +1,10 @@
-"""nanotron's sweep of an 8.86-billion LLaMA over 8 to 512 H100: tokens a second and peak memory, or nothing.
+"""nanotron's sweep of a LLaMA of 8.86 billion parameters over 8 to 512 H100: tokens a second and peak memory.
 
-bfloat16 beside a copy in float32, gradients added up in float32, no recomputation, 1F1B, optimizer state cut over data
-devices where ZeRO-1 is said. A row without a result ran out of memory or failed otherwise, which the source does not
-tell apart: it counts as out of memory unless a configuration that needs no less ran in `CLEAR_GIB`, as 8 stages did
-alone and in 2, 4 and 32 copies, and did not in 8 and 16. Memory is in binary gigabytes, as nanotron logs it.
+Parameters are in bfloat16 beside a copy in float32, gradients are summed in float32, nothing is recomputed, the
+schedule is 1F1B, and under ZeRO-1 optimizer state is cut over data devices. A row without a result ran out of memory or
+failed otherwise, which the source does not tell apart. It counts as out of memory unless a configuration that needs no
+less memory ran in `CLEAR_GIB`: so 8 stages ran alone and in 2, 4 and 32 copies, and have no result in 8 and 16. Memory
+is in binary gigabytes, as nanotron logs it.
 
 Reference: Tazi et al., "The Ultra-Scale Playbook" (2025).
 """
@@ -14,18 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.published import nanotron_llama
-from benchmarks.published.machines import aws_p5, fusing, multiplying
+from benchmarks.published.machines import aws_p5, with_fused_attention, with_matmul_efficiency
 from benchmarks.published.planned import Configuration, Job
-from benchmarks.published.rows import Answer, Fields, Row, Source, number, whole
+from benchmarks.published.rows import GIB, Answer, Fields, Row, Source, number, whole
 from models import llama
 
-GIB = 2**30
-
 CLEAR_GIB = 72
-"""Memory of an H100 that is sure to be enough: nine tenths of its 80 GB, as rows ran in 77."""
+"""GiB that an H100 of 80 GB has for sure, nine tenths of it: rows ran in up to 77."""
 
 TENSOR_COLLECTIVES = 8
-"""Of a layer and a microbatch: a gather and a scatter about attention and about the MLP, forward and backward."""
+"""Collectives of a layer for a microbatch: a gather and a scatter for attention and MLP, forward and backward."""
 
 START_SECONDS, HOP_SECONDS = 150e-6, 58e-6
 """Of a collective of tensor devices as nanotron runs it in one stage, the start, with the kernels beside it, and a hop
@@ -90,11 +89,11 @@ Reference: Rajbhandari et al., "ZeRO" (SC 2020), section 3.1."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnNanotron(Configuration):
-    """A configuration whose kernels one process a device starts one by one."""
+    """A configuration as nanotron runs it, with its slow collectives and transfers and with what it keeps in memory."""
 
     def answer(self) -> Answer:
-        """The plan's figures, in the time of tensor devices' collectives if that is longer, with transfers of large
-        jobs and of those that do not fit, and with what nanotron keeps beside the plan.
+        """The plan's seconds and bytes, corrected for nanotron: at least the seconds of tensor devices' collectives,
+        more where transfers are slow, and the bytes that nanotron keeps beside the plan's.
 
         What does not fit as it is kept ran with less kept and slow transfers, as large jobs do, or did not run: all of
         the source's 12 jobs with stages that fill more than 66 GiB have the time of slow transfers.
@@ -307,7 +306,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
             job = llama_job(fields, batch)
             configuration = OnNanotron(
                 job=job,
-                cluster=multiplying(fusing(aws_p5(devices)), MATMULS),
+                cluster=with_matmul_efficiency(with_fused_attention(aws_p5(devices)), MATMULS),
                 microbatches=count,
                 data=data,
                 tensor=tensor,

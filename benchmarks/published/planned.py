@@ -1,8 +1,8 @@
-"""A configuration that somebody measured, planned by a planner by hand on the path that every plan takes.
+"""The plan of a configuration that somebody measured, by a hand-made planner.
 
 What `autopar.parallelize(step, cluster=, planner=).plan(shapes)` does is done here part by part, so that rows share
-what they have in common: the trace of a model at a batch size, and the same in microbatches. Plans that do not fit are
-wanted too, so no limit is checked.
+what they have in common: the trace of a model at a batch size, and the same in microbatches. No memory limit is
+checked, as plans that do not fit are predictions, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ precision (Megatron-LM), of which gradients are added up in float32 too (nanotro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The training of a job: a model and its configuration, sequences of a step, how it is kept and updated."""
+    """A training: a model and its configuration, the sequences of a step, the precision of its state, its optimizer."""
 
     module: ModuleType
     config: Any
@@ -47,10 +47,11 @@ class Job:
 class Configuration:
     """A job on a cluster: `data` x `tensor` devices for each of `pipeline` groups, which have `interleave` stages each.
 
-    Stages have equally many layers, or, `by_work`, whole layers in such numbers that their work is as even as can be,
-    or equally many where the embedding and the head count as one each (`ends_count`), or as many as `layers` says. With
-    `sequence`, what layers save is cut along the sequence over tensor devices.
-    `zero` is the stage of ZeRO over `data`, 0 for none. With `total`, bytes are those of all groups' fullest devices.
+    Stages have equally many layers; or, with `by_work`, numbers of layers that make their work as even as can be; or,
+    with `ends_count`, equally many where the embedding and the head count as a layer each; or those of `layers`
+    [stages]. With `sequence`, what layers save for the backward pass is cut along the sequence over tensor devices.
+    `zero` is the stage of ZeRO over `data`, 0 for none. With `total`, the answer's bytes are the sum over the groups of
+    their fullest device's, else those of the fullest device.
     """
 
     job: Job
@@ -78,7 +79,7 @@ class Configuration:
         return Answer(seconds=plan.step_seconds, nbytes=nbytes, limit_nbytes=limit)
 
     def plan(self) -> AnyPlan:
-        """The plan. What stages cost is the same under every schedule with as many stages: that is planned once."""
+        """The plan. Schedules with the same number of stages share one, as stages cost the same under each of them."""
         if self.interleave > 1 or self.pipeline == 1:
             return _plan(self)
         return replace(cast("PipelinePlan", _plan(replace(self, schedule="1f1b"))), schedule_name=self.schedule)
@@ -90,7 +91,7 @@ def _plan(config: Configuration) -> AnyPlan:
     with without_gc():
         return (
             planner(config)
-            .plan(step(config.job, count, stages, _is_cut_by_layer(config)), config.cluster, PlanOptions())
+            .plan(step(config.job, count, stages, by_layer=_is_cut_by_layer(config)), config.cluster, PlanOptions())
             .plan
         )
 
@@ -100,7 +101,7 @@ def _is_cut_by_layer(config: Configuration) -> bool:
 
 
 def planner(config: Configuration) -> Planner:
-    """The planner by hand that lays a configuration out."""
+    """The hand-made planner of a configuration."""
     if config.zero and config.tensor * config.pipeline == 1:
         return Zero(config.zero)
     return DeepMegatron(
@@ -125,14 +126,14 @@ def traced(job: Job) -> Traced:
 
 
 @lru_cache(maxsize=2)
-def step(job: Job, count: int, stages: int, by_work: bool) -> Step:
-    """The job's train step in microbatches, its loop over layers in as many chunks as there are stages, or layers.
+def step(job: Job, microbatches: int, stages: int, *, by_layer: bool) -> Step:
+    """The job's train step in microbatches, its loop over layers in a chunk a stage or, `by_layer`, in a chunk a layer.
 
     Gradients in half precision are rounded once a microbatch, which is not exactly the step; the sources do so too.
     """
     written = step_of(traced(job), jax.tree.leaves(shapes(job)), coupling="independent")
-    chunked = job.config.layers if by_work else stages
-    return written.variant(Variant(microbatches=count, stages=chunked if stages > 1 else 0))
+    chunks = job.config.layers if by_layer else stages
+    return written.variant(Variant(microbatches=microbatches, stages=chunks if stages > 1 else 0))
 
 
 def shapes(job: Job) -> tuple[Any, Any]:

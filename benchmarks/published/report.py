@@ -20,18 +20,18 @@ FEW = 3
 def summaries(results: Sequence[Result]) -> list[Table]:
     """The scores of each source: of time, fitted and judged rows apart, and of memory."""
     words = {
-        True: "time, fitted rows: numbers of the library or of machines come from these",
-        False: "time, judged rows",
+        True: "time, fitted rows: numbers of autopar or of clusters come from them",
+        False: "time, judged rows: no number comes from them",
     }
-    tables = [_scores(results, fitted, title, TIME) for fitted, title in words.items()]
-    tables.append(_scores(results, False, "memory of a device, judged rows", MEMORY))
+    tables = [_scores(results, title, TIME, fitted=fitted) for fitted, title in words.items()]
+    tables.append(_scores(results, "peak memory of a device, judged rows", MEMORY, fitted=False))
     return [table for table in tables if table.row_count]
 
 
 def _scores(
-    results: Sequence[Result], fitted: bool, title: str, columns: Mapping[str, Callable[[Score], str]]
+    results: Sequence[Result], title: str, columns: Mapping[str, Callable[[Score], str]], *, fitted: bool
 ) -> Table:
-    """A source a row; those with nothing to say are left out."""
+    """A source a row, scored on its fitted rows or on its judged ones; sources without such rows are left out."""
     shown = Table(title=title, title_justify="left", padding=(0, 0))
     shown.add_column("source", no_wrap=True)
     for name in columns:
@@ -84,16 +84,16 @@ def _signed(value: float | None) -> str:
 
 
 def rows_table(source: str, results: Sequence[Result]) -> Table:
-    """Each asked row of a source: predicted and measured."""
+    """The rows of a source that have a prediction: step seconds and peak bytes, predicted and measured."""
     shown = Table(title=source, title_justify="left", padding=(0, 0))
     shown.add_column("row")
-    for name in ("predicted", "measured", "error", "peak", "measured", "error", "fits"):
+    for name in ("predicted time", "measured", "error", "predicted peak", "measured", "error", "predicted to fit"):
         shown.add_column(name, justify="right", no_wrap=True)
     for result in results:
         row, answer = result.row, result.answer
         if answer is None:
             continue
-        fits = "" if row.out_of_memory is None else _fate(answer, row)
+        fits = "" if row.out_of_memory is None else _fitting(answer, row)
         times = _pair(answer.seconds, row.seconds, result.seconds_ratio, _times if row.base else quantities.seconds)
         memory = _pair(answer.nbytes, row.nbytes, result.nbytes_ratio, quantities.nbytes)
         style = "red" if row.rounding and not is_met(result) else None
@@ -113,10 +113,10 @@ def _pair(
     return first, second, _signed(None if ratio is None else ratio - 1)
 
 
-def _fate(answer: Answer, row: Row) -> str:
-    """Words for a row that fits or does not, as predicted and as it was."""
+def _fitting(answer: Answer, row: Row) -> str:
+    """Words for whether a row fits memory, as predicted and as it was."""
     predicted = {True: "no", False: "yes", None: "?"}[answer.is_out_of_memory]
-    return f"{predicted}, was {'no' if row.out_of_memory else 'yes'}"
+    return f"{predicted}, and {'did not' if row.out_of_memory else 'did'}"
 
 
 def orders_table(results: Sequence[Result]) -> Table:
@@ -132,22 +132,22 @@ def orders_table(results: Sequence[Result]) -> Table:
     return shown
 
 
-def unanswered(results: Sequence[Result], names: bool) -> list[str]:
-    """A line for each source and reason why rows have no prediction, with their `names`, or with a few of them."""
+def unanswered(results: Sequence[Result], *, every_name: bool) -> list[str]:
+    """A line for each source and reason why rows have no prediction, with `FEW` of their names, or with every name."""
     groups: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result.answer is None:
             groups.setdefault((result.row.source, result.why), []).append(result.row.name)
     lines: list[str] = []
     for (source, why), group in groups.items():
-        some = group if names else group[:FEW]
+        some = group if every_name else group[:FEW]
         more = f"; and {len(group) - len(some)} more" if len(group) > len(some) else ""
         lines.append(f"{source}, {len(group)} rows: {why} ({'; '.join(some)}{more})")
     return lines
 
 
 def to_json(results: Sequence[Result], left_out: int, unread: Sequence[Path]) -> Mapping[str, object]:
-    """Everything that the tables say, and more."""
+    """All rows, with measurements and predictions, and all scores, as plain data."""
     return {
         "rows": [_json_row(result) for result in results],
         "scores": {
@@ -187,7 +187,7 @@ def _json_row(result: Result) -> dict[str, object]:
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Predicted against measured, seconds and bytes, a colour a source. Raises PlanningError without matplotlib."""
+    """Draws measured and predicted seconds and bytes, a colour a source. Raises PlanningError without matplotlib."""
     figure = blank(path)
     figure.set_size_inches(12, 6)
     panels = figure.subplots(1, 2)

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+GIB = 2**30
+
 Fields = Mapping[str, str]
 """One line of a CSV file, by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The library's prediction: seconds of a step, peak bytes of a device, and how many bytes a plan may need."""
+    """autopar's prediction: seconds of a step, peak bytes of a device, and the bytes that a plan may need at most."""
 
     seconds: float | None = None
     nbytes: float | None = None
@@ -20,26 +22,28 @@ class Answer:
 
     @property
     def is_out_of_memory(self) -> bool | None:
-        """Whether no device could run it; None where that was not asked."""
+        """Whether a device needs more memory than it may; None where memory is not predicted."""
         return None if self.nbytes is None or self.limit_nbytes is None else self.nbytes > self.limit_nbytes
 
 
 class Question(Protocol):
-    """Something that the library predicts; equal questions have equal answers. Raises PlanningError where it cannot."""
+    """Something that autopar predicts; equal questions have equal answers."""
 
-    def answer(self) -> Answer: ...
+    def answer(self) -> Answer:
+        """The prediction. Raises PlanningError where there is none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measurement: seconds of a step, bytes of a device, or that it did not run; None for what was not said.
+    """One measurement: seconds of a step, peak bytes of a device, whether it ran out of memory; None where not given.
 
-    The rate that the source prints is `work` a second, in `unit`. Rows of a `sweep` differ in one thing; where that is
+    The rate that the source prints is `work / seconds`, in `unit`. Rows of a `sweep` differ in one thing; where that is
     the configuration of one job, the sweep `is_choice`. Where the source prints throughput relative to another row of
-    the sweep, that row is the `base` and `seconds` count its steps. `fitted` rows have set a number of the library or
-    of their source's machine, the others judge. Printed figures are met where they differ by no more than `rounding`,
-    as a share; 0 for measured ones.
-    Without a `question` there is a reason `why` the row cannot be asked.
+    the sweep, that row is the `base`, and `seconds` are in its steps. Some number of autopar or of the source's cluster
+    was set by `fitted` rows; the others judge predictions. `rounding` is the share by which a prediction of a figure
+    that the source computes may differ from it, 0 for measured ones. A row without a `question` has the reason in
+    `why`.
     """
 
     source: str
@@ -60,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A row and what is predicted for it; `answer` is None where the library refused, with the reason `why`."""
+    """A row with its prediction; `answer` is None where there is none, with the reason in `why`."""
 
     row: Row
     answer: Answer | None = None
@@ -68,12 +72,12 @@ class Result:
 
     @property
     def seconds_ratio(self) -> float | None:
-        """Predicted seconds by measured ones."""
+        """Predicted seconds divided by measured ones; None where one of them is not known."""
         return _ratio(self.answer and self.answer.seconds, self.row.seconds)
 
     @property
     def nbytes_ratio(self) -> float | None:
-        """Predicted bytes by measured ones."""
+        """Predicted bytes divided by measured ones; None where one of them is not known."""
         return _ratio(self.answer and self.answer.nbytes, self.row.nbytes)
 
 
@@ -83,7 +87,7 @@ def _ratio(predicted: float | None, measured: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A reader of one kind of file, known by its `columns`; it may give rows under several names, `names`."""
+    """A reader of one kind of file, recognised by its `columns`; the `source` of its rows is one of `names`."""
 
     names: tuple[str, ...]
     columns: frozenset[str]

@@ -1,4 +1,4 @@
-"""Rows to results: every question is asked once, those about one model together, and told of as they are answered."""
+"""The results of rows. Equal questions are answered once, those about one model in turn, as they share its trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from passes.errors import PlanningError
 def predict(rows: Sequence[Row], on_row: Callable[[Row], None] = lambda row: None) -> list[Result]:
     """The predictions for all rows, in their order; `on_row` is called with a row before it is predicted."""
     answers: dict[Question, Answer | str] = {}
-    for row in sorted(rows, key=_together):
+    for row in sorted(rows, key=_shared_parts):
         on_row(row)
         if row.question is not None and row.question not in answers:
             answers[row.question] = _answer(row.question)
@@ -22,8 +22,8 @@ def predict(rows: Sequence[Row], on_row: Callable[[Row], None] = lambda row: Non
     return _relative(results)
 
 
-def _together(row: Row) -> tuple[str, ...]:
-    """Rows that have a model, its microbatches and its stages in common sort side by side."""
+def _shared_parts(row: Row) -> tuple[str, ...]:
+    """A sorting key that puts rows with the same model, microbatches and stages side by side."""
     config = row.question.configuration if isinstance(row.question, TaskTimes) else row.question
     if not isinstance(config, Configuration):
         return (row.source,)
@@ -32,7 +32,7 @@ def _together(row: Row) -> tuple[str, ...]:
 
 
 def _answer(question: Question) -> Answer | str:
-    """The answer, or why there is none."""
+    """The answer, or the reason why there is none."""
     try:
         return question.answer()
     except PlanningError as error:
@@ -47,7 +47,7 @@ def _result(row: Row, answers: dict[Question, Answer | str]) -> Result:
 
 
 def _relative(results: Sequence[Result]) -> list[Result]:
-    """The results, those of rows that have a base in steps of that."""
+    """The results, with predicted seconds in steps of the base where a row has one."""
     named = {(r.row.source, r.row.name): r.answer for r in results}
     relative: list[Result] = []
     for result in results:

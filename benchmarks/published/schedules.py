@@ -1,4 +1,4 @@
-"""A pipeline schedule simulated with times that a source gives."""
+"""The step time of a pipeline schedule, simulated with the times of tasks and transfers that a source gives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ NEVER_WAITED_FOR = -1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """A schedule of `pipeline` groups with `chunks` stages each.
+    """A schedule of `pipeline` groups of devices with `chunks` stages each.
 
-    Seconds of a group: forward, gradient of inputs, gradient of weights, all for one microbatch; a transfer. They are
-    means: `work` are the shares of the stages in theirs, `ways` those of the boundaries [stages - 1], by default equal.
-    Who sends computes during the part `overlap` of a transfer. A group takes `finish_seconds` at the end of the step.
+    For one microbatch a group takes so many seconds for the forward pass, the gradient of inputs and the gradient of
+    weights, and a transfer to the next group so many. These are means: `work` [stages] is the time of each stage
+    relative to them, `ways` [stages - 1] that of each transfer, by default all 1. A sender computes during the share
+    `overlap` of a transfer. Each group takes `finish_seconds` at the end of the step.
     """
 
     schedule: str

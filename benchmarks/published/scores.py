@@ -1,4 +1,4 @@
-"""The quality of predictions: errors, bias, order within a sweep, loss of the predicted best, out of memory or not."""
+"""Scores of predictions: errors and bias, order within sweeps, regret of the predicted best, out-of-memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from scipy.stats import kendalltau
 from benchmarks.published.rows import Result
 
 SLACK = 1e-9
-"""Of a rounding, for the arithmetic between."""
+"""The share by which a rounding may be exceeded, for floating-point arithmetic."""
 
 
 def mape(ratios: Sequence[float]) -> float:
-    """Mean absolute error of predictions, given as ratios to what was measured."""
+    """Mean absolute error of predictions, as a share, from ratios of predicted to measured."""
     return statistics.fmean(abs(ratio - 1) for ratio in ratios)
 
 
 def bias(ratios: Sequence[float]) -> float:
-    """Mean error: above 0 where more is predicted than was measured."""
+    """Mean error of predictions, as a share: above 0 where more is predicted than was measured."""
     return statistics.fmean(ratio - 1 for ratio in ratios)
 
 
@@ -34,9 +34,9 @@ def tau(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def regret(pairs: Sequence[tuple[float, float]]) -> float:
-    """The time lost by running what is predicted to be fastest: its measured time by the least one, less 1.
+    """The share of time lost by running what is predicted to be fastest: its measured seconds / the least ones - 1.
 
-    Pairs are seconds (predicted, measured); of several that are predicted equal, the slowest.
+    Pairs are seconds (predicted, measured); of several that are predicted equal, the slowest counts.
     """
     best = min(predicted for predicted, _ in pairs)
     return max(m for p, m in pairs if p == best) / min(measured for _, measured in pairs) - 1
@@ -44,7 +44,7 @@ def regret(pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The order of one sweep's rows: tau of rates, and regret where the sweep is a choice."""
+    """Kendall's tau of the rates of one sweep's rows, and the regret where the sweep is a choice of configuration."""
 
     source: str
     name: str
@@ -57,8 +57,9 @@ class Sweep:
 class Score:
     """The scores of a set of results; errors are shares, None where nothing was compared.
 
-    `printed` are figures of tables, `met` those of them that are met within their rounding. `positives` ran out of
-    memory, `warned` were predicted to, `caught` both.
+    Numbers of rows: `answered` have a prediction and `refused` a question without one; `timed` have seconds to compare,
+    `weighed` bytes, `judged_memory` whether they ran out of memory. Of these, `positives` ran out, `warned` were
+    predicted to, and `caught` are both. `printed` are figures that sources computed, `met` those within their rounding.
     """
 
     rows: int
@@ -112,9 +113,9 @@ def sweeps(results: Iterable[Result]) -> list[Sweep]:
 
 
 def score(results: Sequence[Result]) -> Score:
-    """The score of results; tau and regret are means over their sweeps.
+    """The scores of results; tau and regret are means over their sweeps.
 
-    A row that others are relative to is right by definition, and has no error of its own.
+    A row that the others of its sweep are relative to is right by definition, and its error does not count.
     """
     times = [ratio for r in results if r.row.base != r.row.name and (ratio := r.seconds_ratio) is not None]
     nbytes_ratios = [ratio for r in results if (ratio := r.nbytes_ratio) is not None]

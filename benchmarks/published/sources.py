@@ -1,4 +1,4 @@
-"""The source that reads a file: it is known by its columns, so a file of the same format may have any name."""
+"""The source that reads a file, recognised by the file's columns, and the rows of all files."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def read(folders: Sequence[Path]) -> tuple[list[Row], list[Path]]:
 
 
 def source_of(columns: Sequence[str]) -> Source | None:
-    """The source whose columns are all there, None if there is none."""
+    """The source whose columns are all among these, None if there is none."""
     return next((source for source in SOURCES if source.columns <= set(columns)), None)
 
 
 def _numbered(rows: Sequence[Row]) -> list[Row]:
-    """The rows, those that a source has several times under one name with a number behind it."""
+    """The rows, with a number behind each name that a source has several times."""
     times, seen = Counter((row.source, row.name) for row in rows), Counter[tuple[str, str]]()
     numbered: list[Row] = []
     for row in rows:
@@ -57,9 +57,9 @@ def _numbered(rows: Sequence[Row]) -> list[Row]:
 
 
 def spread(rows: Sequence[Row], limit: int) -> list[Row]:
-    """At most so many rows of each source that can be asked, evenly spread, with their bases; 0 for all.
+    """At most `limit` rows with a question of each source, evenly spread, with their bases; 0 for all.
 
-    Rows that cannot be asked stay: listing them costs nothing.
+    Rows without a question stay: listing them costs nothing.
     """
     if not limit:
         return list(rows)

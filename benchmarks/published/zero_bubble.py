@@ -1,4 +1,4 @@
-"""Zero Bubble's tables: throughput and memory of schedules (4), bubble rates by simulation (5), times of tasks (6).
+"""Zero Bubble's tables: 4, throughput and memory of schedules; 5, simulated bubble rates; 6, times of tasks.
 
 Table 4 is predicted three times: planned from the model, and simulated from the times of table 6, once as the library
 simulates (transfers overlap with compute), once with senders that wait. Table 5 is simulated as the authors do.
@@ -16,7 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from benchmarks.published.machines import MATMULS_OF_2023, MEMORY_OF_2023, machine, multiplying, passing
+from benchmarks.published.machines import (
+    MATMULS_OF_2023,
+    MEMORY_OF_2023,
+    machine,
+    with_matmul_efficiency,
+    with_memory_efficiency,
+)
 from benchmarks.published.megatron import gpt_job
 from benchmarks.published.planned import Configuration
 from benchmarks.published.rows import Answer, Fields, Row, Source, number, whole
@@ -27,20 +33,23 @@ from passes.inter_op import StageCost
 from passes.plan import AnyPlan, PipelinePlan
 
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zero-bubble-h1", "ZB-1p": "zero-bubble-h1"}
-"""Their schedules that the library has; ZB-1p, found by a search with the memory of 1F1B, has the rates of ZB-H1."""
+"""The paper's schedules that autopar has, by the paper's name; ZB-1p, which a search finds within the memory of 1F1B,
+has the rates of ZB-H1."""
 
 GB = 1e9
 RATE_ROUNDING = 0.5e-4
+"""The largest error of a bubble rate that is printed with four digits."""
 
 VOCAB = 32000
-"""Of its SentencePiece tokenizer, by the parameters that the paper prints: 14.6 billion in 46 layers of 5,120 features
-leave at most 33,500 rows to an embedding, 28.3 in 62 of 6,144 at least 25,000. Megatron-LM's for GPT-2 has 51,200.
+"""The vocabulary of the paper's SentencePiece tokenizer, by the parameters that the paper prints: 14.6 billion in 46
+layers of 5,120 features leave at most 33,500 rows to an embedding, 28.3 in 62 of 6,144 at least 25,000. Megatron-LM's
+for GPT-2 has 51,200.
 
 Reference: sail-sg/zero-bubble-pipeline-parallelism, examples/pretrain_zbh1.sh (`--tokenizer-type`)."""
 
 END_SECONDS = 0.101 / 2.03e9
-"""Of each of a device's parameters at the end of a step: gradients unscaled and clipped, the update. That is what
-Megatron-LM's figure 11 (SC 2021) has of 16.2 billion on 8 A100 by its two rows of 8 and 128 microbatches.
+"""Seconds for each parameter of a device at the end of a step: gradients are unscaled and clipped, parameters updated.
+It is what Megatron-LM's figure 11 (SC 2021) has for 16.2 billion on 8 A100, by its two rows of 8 and 128 microbatches.
 
 Reference: Narayanan et al., SC 2021, figure 11."""
 
@@ -72,11 +81,11 @@ class OnZeroBubble(Configuration):
         parameters = [12 * config.hidden**2 * count for count in layers]
         parameters[-1] += config.vocab_size * config.hidden
         spent = [SUMMING_NBYTES * count / rate for count in parameters]
-        return replace(plan, costs=tuple(map(without, plan.costs, spent)))
+        return replace(plan, costs=tuple(map(with_shorter_gradients, plan.costs, spent)))
 
 
-def without(cost: StageCost, seconds: float) -> StageCost:
-    """The cost with so many seconds less for weights' gradients."""
+def with_shorter_gradients(cost: StageCost, seconds: float) -> StageCost:
+    """The cost of a stage with so many seconds less for the gradients of weights."""
     weights = cost.weight_gradient_seconds
     return replace(
         cost,
@@ -139,7 +148,7 @@ def _configuration(fields: Fields) -> Configuration | None:
     count = whole(fields, "num_microbatches")
     return OnZeroBubble(
         job=gpt_job({**fields, "vocab": str(VOCAB)}, count * whole(fields, "microbatch_seqs"), remat=False),
-        cluster=passing(multiplying(cluster, MATMULS_OF_2023), MEMORY_OF_2023),
+        cluster=with_memory_efficiency(with_matmul_efficiency(cluster, MATMULS_OF_2023), MEMORY_OF_2023),
         microbatches=count,
         pipeline=whole(fields, "p"),
         interleave=_chunks(fields),
@@ -162,7 +171,7 @@ def _table_4(fields: Fields, times: Fields | None) -> Iterator[Row]:
         is_choice=True,
     )
     known, configuration = fields["schedule"] in NAMES, _configuration(fields)
-    missing = f"the library has no schedule {fields['schedule']}"
+    missing = f"autopar has no schedule {fields['schedule']}"
     if configuration is None:
         yield replace(row, why=f"no device of the table is called {fields['gpu']!r}")
     else:
@@ -225,7 +234,7 @@ def _table_5(fields: Fields, times: Fields | None) -> Row:
     rate = number(fields, "bubble_rate") or 0.0
     row = Row(source="zero-bubble-rates", sweep=fields["schedule"], name=_name(fields))
     if fields["schedule"] not in NAMES:
-        return replace(row, why=f"the library has no schedule {fields['schedule']}")
+        return replace(row, why=f"autopar has no schedule {fields['schedule']}")
     if times is None:
         return replace(row, why="no times are given for it")
     ideal = _ideal_seconds(fields, times)

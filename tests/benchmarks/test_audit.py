@@ -231,7 +231,7 @@ def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand(monkeypatch, ca
     slow = edited(program, at, operands=(whole,), results=(whole,))
     seconds = dict(slow.plan.seconds) | {"all_gather": sum(s.seconds for s in slow.sent() if s.kind == "all_gather")}
     planned.plans[CLUSTER, "auto"] = (program, replace(slow.plan, seconds=seconds))
-    monkeypatch.setattr(Planned, "of", classmethod(lambda cls, *key: planned))
+    monkeypatch.setattr(Planned, "of", classmethod(lambda cls, *names, remat: planned))
     arguments = ["--model", "gpt", "--cluster", CLUSTER, "--dtype", "float32", "--remat", "off", "--planner"]
     assert audit.main([*arguments, "auto", "--json"]) == 1
     (judged,) = json.loads(capsys.readouterr().out)["audited"]
@@ -296,7 +296,7 @@ def test_a_searched_plan_exchanges_tokens_as_often_as_the_textbook(monkeypatch):
     """Experts that one axis cuts: tokens go to them and back once each way, and no gradient of theirs is reduced."""
     plain = audit.planner_of
     monkeypatch.setattr(audit, "planner_of", lambda n, c: autopar.Auto(max_axes=1) if n == "auto" else plain(n, c))
-    program = Planned.of("moe", False, "float32").program(CLUSTER, "auto")
+    program = Planned.of("moe", "float32", remat=False).program(CLUSTER, "auto")
     experts = Experts(program=program)
     assert experts.axes == program.mesh.axes
     assert not [s for s in program.sent() if s.parameter in experts.parameters]
@@ -308,7 +308,7 @@ def test_a_searched_plan_exchanges_tokens_as_often_as_the_textbook(monkeypatch):
 
 def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand_with_experts_cut(monkeypatch):
     monkeypatch.setattr(audit, "PLANNERS", ("zero1", "auto"))
-    plans = Planned.of("moe", False, "float32")
+    plans = Planned.of("moe", "float32", remat=False)
     program, found = plans.verdict(CLUSTER, "zero1")
     assert seconds_with_experts(program, found) < program.plan.step_seconds
     traced, plan = plans.plans[CLUSTER, "zero1"]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from benchmarks.expected_peaks import MEANT, Row, ratios, table
+from benchmarks.expected_peaks import FACTORS, Row, ratios, table
 from passes.cluster import parse_cluster
 
 
@@ -24,4 +24,4 @@ def test_what_a_factor_would_leave_out_is_counted() -> None:
     row = Row(model="gpt", cluster="4:cpu", variant="as it is", ratios=(0.5, 1.0, 1.2, 3.0))
     columns = [list(column.cells) for column in table([row]).columns]
     assert columns[:4] == [["gpt", "all"], ["4:cpu", ""], ["4", "4"], ["0.50", "0.50"]]
-    assert [cells[0] for cells in columns[-len(MEANT) :]] == ["2", "1", "1", "1"]
+    assert [cells[0] for cells in columns[-len(FACTORS) :]] == ["2", "1", "1", "1"]

@@ -52,7 +52,7 @@ def test_the_ends_of_a_model_count_as_a_layer_each() -> None:
     """Six layers on four stages: one beside the embedding, two, two, one beside the head."""
     config = gpt.Config(vocab_size=64, sequence_length=8, hidden=16, layers=6, heads=2, scan_layers=True)
     job = Job(module=gpt, config=config, batch=8, precision="master copy")
-    body = body_of(step(job, 2, 4, True).graph)
+    body = body_of(step(job, 2, 4, by_layer=True).graph)
     firsts = DeepMegatron(data=1, tensor=1, pipeline=4, microbatches=2, ends_count=True)._firsts(body)
     loops = [i for i, node in enumerate(body.nodes) if node.primitive == "scan" and phase(node) == "forward"]
     assert [sum(a <= i < b for i in loops) for a, b in pairwise((*firsts, len(body.nodes)))] == [1, 2, 2, 1]

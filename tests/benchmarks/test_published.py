@@ -206,16 +206,16 @@ def test_a_row_is_planned_as_its_source_configured_it():
     assert replace(asked, total=True).answer().nbytes == sum(plan.timeline.peak_nbytes)
 
 
-@pytest.mark.parametrize(("by_work", "pieces"), [slow(False, 2), (True, 4)])
-def test_a_loop_over_layers_comes_in_stages_or_in_layers(by_work: bool, pieces: int):
-    body = body_of(step(TINY, 2, 2, by_work).graph)
+@pytest.mark.parametrize(("by_layer", "pieces"), [slow(False, 2), (True, 4)])
+def test_a_loop_over_layers_comes_in_stages_or_in_layers(by_layer: bool, pieces: int):
+    body = body_of(step(TINY, 2, 2, by_layer=by_layer).graph)
     loops = [node for node in body.nodes if node.primitive == "scan" and phase(node) == "forward"]
     assert [node.params["length"] for node in loops] == [4 // pieces] * pieces
 
 
 @pytest.mark.slow
 def test_equal_stages_are_planned_once_and_as_by_themselves():
-    whole = step(TINY, 2, 4, False)
+    whole = step(TINY, 2, 4, by_layer=False)
     planners = (of(data=1, tensor=1, pipeline=4, microbatches=2) for of in (DeepMegatron, Megatron))
     ours, theirs = (planner.plan(whole, CLUSTER, PlanOptions()).plan for planner in planners)
     assert isinstance(ours, PipelinePlan)
@@ -364,7 +364,7 @@ def test_the_command_line_prints_tables_and_reasons(capsys: pytest.CaptureFixtur
     picture = tmp_path / "errors.svg"
     assert main(["--source", "zero-bubble-times", "--row", "1.5B p8 m24", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "the library has no schedule ZB-2p (1.5B p8 m24 ZB-2p)" in printed
+    assert "autopar has no schedule ZB-2p (1.5B p8 m24 ZB-2p)" in printed
     assert "tau" in printed
     assert picture.stat().st_size > 0
 

@@ -11,7 +11,7 @@ from benchmarks.published.running import predict
 from benchmarks.published.schedules import Simulated
 from benchmarks.published.scores import score
 from benchmarks.published.sources import DATA, read
-from benchmarks.published.zero_bubble import OnZeroBubble, without
+from benchmarks.published.zero_bubble import OnZeroBubble, with_shorter_gradients
 from models import gpt
 from passes.inter_op import StageCost
 
@@ -46,7 +46,7 @@ def test_zero_bubble_sums_no_gradients_by_passes_of_their_own_and_its_models_are
     config = question.job.config
     assert 1e-9 * gpt.parameters(config) == pytest.approx(float(fields["params_billion"]), abs=0.05)
     cost = StageCost.split(1.0, 2.0, 3.0)
-    assert without(cost, 0.5) == StageCost.split(1.0, 2.0, 2.5)
+    assert with_shorter_gradients(cost, 0.5) == StageCost.split(1.0, 2.0, 2.5)
 
 
 def test_a_group_ends_its_step_once_whatever_its_chunks():

@@ -35,7 +35,7 @@ def test_a_comparison_has_columns_only_where_it_was_asked_for() -> None:
     plain, compared = found(**{AUTOPAR: 3.0, "dp": 4.0}), found(**{AUTOPAR: 3.0, "dp": 4.0, COMPARED: 2.0})
     assert plain.compared_ratio is None
     headings = [[str(column.header) for column in times_table([result]).columns] for result in (plain, compared)]
-    assert "compared by best" not in headings[0]
-    assert headings[1][-2:] == ["compared by best", "95 %"]
+    assert "compared / best" not in headings[0]
+    assert headings[1][-2:] == ["compared / best", "95 %"]
     (cells,) = zip(*(column.cells for column in times_table([compared]).columns), strict=True)
     assert cells[-4:] == ("0.75", "0.75-0.75", "0.50", "0.50-0.50")
