@@ -20,6 +20,7 @@ from typing import cast
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_blocks import ADDED, COLUMN
 from passes.memory.gpu_cycles import H100, Arithmetic
+from passes.memory.gpu_joint_kernels import joined
 from passes.memory.gpu_softmax import apart
 from passes.memory.gpu_times import FUSIBLE, Times
 from passes.memory.operations import DRAWN, ELEMENTWISE, Operation, Shape
@@ -29,7 +30,8 @@ TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
 """Kinds whose kernels compute what they read."""
 
 SUM = "sum"
-"""The name of the sum of a product's parts, which no other sum computes where it reads it."""
+"""The name of the sum of a product's parts: no other sum computes it, or what it alone is read for, where it reads
+that (PriorityFusion's "both the producer and the consumer contain a reduce")."""
 
 COPY = "copy in another order"
 """The name of what brings dimensions into another order in memory: it reads element by element, and so it is written
@@ -47,9 +49,11 @@ def fuse(
     operations: Sequence[Operation], outputs: Iterable[int], *, arithmetic: Arithmetic = H100
 ) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations, without those that no output needs."""
-    fusion = _Fusion(operations, frozenset(outputs), arithmetic)
+    placed = frozenset(outputs)
+    fusion = _Fusion(operations, placed, arithmetic)
     fusion.decide()
-    return kernels_of(operations, fusion.written, as_listed=True)
+    kernels = kernels_of(operations, fusion.written, as_listed=True)
+    return joined(operations, kernels, placed, fusion.apart, fusion.times)
 
 
 class _Fusion:
@@ -74,11 +78,20 @@ class _Fusion:
                     self.is_fixed[o] |= operation.kind not in TAKES_IN
                 if operation.kind == "update" or _scatters(operation):
                     self.places.add(operation.operands[0])
+        self.sums = self._sums()
         self.written = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
         self.apart = apart(operations, self.readers)
         self.times = Times(operations, self.readers, self.written, self.is_fixed, arithmetic)
         self.draws = any(operation.name == DRAWN for operation in operations)
+
+    def _sums(self) -> bytearray:
+        """Flags of the sums of a product's parts, and of what computes one that nothing else reads."""
+        flags = bytearray(len(self.operations))
+        for index, operation in enumerate(self.operations):
+            read = any(flags[o] and len(self.readers[o]) == 1 for o in operation.operands)
+            flags[index] = operation.name == SUM or (read and operation.kind in FUSIBLE)
+        return flags
 
     def decide(self) -> None:
         """Decides of every operation whether it is written to memory."""
@@ -102,14 +115,13 @@ class _Fusion:
             return False
         if index in self.places or index in self.apart or self.is_fixed[index]:
             return False
-        if operation.name == SUM and any(self.operations[root].kind not in FUSIBLE for root in roots):
-            return False
         if len(roots) > OPERANDS and operation.size == 1:
             return False
         if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
         adds = len(roots) == 1 and _adds_columns(min(roots), self.operations)
         is_timed = operation.kind in ELEMENTWISE and (adds or any(map(self.times.is_slow, roots)))
+        is_timed |= operation.name == SUM
         if is_timed or self.times.is_ragged(index):
             return self.times.is_computed_again(index, roots)
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
@@ -187,10 +199,14 @@ class _Fusion:
         return work
 
     def _source_nbytes(self, index: int) -> int:
-        """Bytes that a kernel reads for an operand: of the narrowest array that it follows from alone."""
+        """Bytes that a kernel reads for an operand: of the narrowest array that it follows from alone, or of parts that
+        it adds.
+        """
         least = self.sizes[index]
         while (operation := self.operations[index]).kind in FUSIBLE and len(operation.operands) == 1:
-            index = operation.operands[0]
+            is_sum, index = operation.name == SUM, operation.operands[0]
+            if is_sum:
+                return self.sizes[index]
             least = min(least, self.sizes[index])
         return 0 if self.operations[index].kind in ("literal", "iota") else least
 

@@ -11,7 +11,7 @@ that PriorityFusion takes in last, as of jaxlib 0.10.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 from passes.ir import item_nbytes
@@ -23,6 +23,9 @@ FUSIBLE = frozenset(
     {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "literal"}
 )
 """Kinds that are computed where they are read."""
+
+SUM = "sum"
+"""The name of the sum of a product's parts."""
 
 APART = 0.05
 """The share of computing, or of reading and writing, that does not happen beside the other: one less XLA's
@@ -104,15 +107,25 @@ class Times:
         before; the kernel reads the operation `alone` from memory.
         """
         work, read = self._inside(root, undecided, alone)
+        return self.nbytes(root, work, read, self.operations[root].nbytes)
+
+    def nbytes(self, root: int, work: float, read: Mapping[tuple[int, int], float], written_nbytes: int) -> float:
+        """The bytes that memory moves in the time of a kernel with the blocks of this root."""
         described = self.operations[root]
         first = self.operations[described.operands[0]] if described.operands else described
         narrow = any(self.items[o] < WIDE for _, o in read)
         blocks = blocks_of(described, first, narrow=narrow)
         once = [self.operations[o].nbytes for _, o in read]
         every = [elements * self.items[o] for (_, o), elements in read.items()]
-        moved = read_nbytes(self.arithmetic, blocks, once, every) + described.nbytes
+        moved = read_nbytes(self.arithmetic, blocks, once, every) + written_nbytes
         work *= self.arithmetic.cores / max(1, min(blocks, self.arithmetic.cores))
         return max(moved, work) + APART * min(moved, work)
+
+    def contents(self, root: int) -> tuple[float, dict[tuple[int, int], int]]:
+        """The bytes that memory moves while all multiprocessors compute a kernel's operations once all is decided, and
+        the elements that it reads.
+        """
+        return self._inside(root, -1, -1)
 
     def _inside(self, root: int, undecided: int, alone: int) -> tuple[float, dict[tuple[int, int], int]]:
         """The bytes that memory moves while all multiprocessors compute a kernel's operations, and the elements that it
@@ -126,6 +139,8 @@ class Times:
             elements, operands = computed[index], operations[index].operands
             if self.sums[index]:
                 elements = sizes[operands[0]]
+            elif operations[index].name == SUM:
+                elements *= sizes[operands[0]] // sizes[index]
             work += steps[index] * elements
             for o in operands:
                 is_inside = self.takes[o] and o != alone and not self.written[o] and not self.is_fixed[o]
