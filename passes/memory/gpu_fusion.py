@@ -121,7 +121,7 @@ class _Fusion:
             return False
         adds = len(roots) == 1 and _adds_columns(min(roots), self.operations)
         is_timed = operation.kind in ELEMENTWISE and (adds or any(map(self.times.is_slow, roots)))
-        is_timed |= operation.name == SUM
+        is_timed |= operation.name == SUM or self._is_spread(index, roots)
         if is_timed or self.times.is_ragged(index):
             return self.times.is_computed_again(index, roots)
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
@@ -134,6 +134,13 @@ class _Fusion:
         again = sum(nbytes + read for nbytes in beside)
         once = max(read + self.sizes[index], work) + sum(nbytes + self.sizes[index] for nbytes in beside)
         return again <= once + self.arithmetic.launch_nbytes
+
+    def _is_spread(self, index: int, roots: set[int]) -> bool:
+        """Whether an operation on elements is read by a kernel that makes more than it, for several of which it would
+        compute each.
+        """
+        operation = self.operations[index]
+        return operation.kind in ELEMENTWISE and any(self.operations[root].size > operation.size > 1 for root in roots)
 
     def _is_computed_again(self, index: int, roots: set[int], work: float) -> bool:
         """Whether an operation of so much work is computed in every kernel that reads it, all that these read counted:
