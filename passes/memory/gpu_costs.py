@@ -14,8 +14,13 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
+from passes.ir import item_nbytes
 from passes.memory.fusion import Kernel
+from passes.memory.gpu_blocks import ADDED, blocks_of, read_nbytes
+from passes.memory.gpu_cycles import H100
+from passes.memory.gpu_fusion import COPY
 from passes.memory.gpu_tasks import reads_of
+from passes.memory.gpu_times import WIDE
 from passes.memory.operations import Operation, Shape
 
 KERNEL = 1.0
@@ -56,10 +61,17 @@ def microseconds(joint: Sequence[Kernel], operations: Sequence[Operation]) -> fl
         return _product_microseconds(operation, operations)
     if operation.name == "convolution":
         return LIBRARY_MICROSECONDS
-    if operation.kind == "loop":
+    if operation.kind == "loop" or (operation.kind, operation.name) == ("opaque", COPY):
         return KERNEL / 100
-    moved = (*(kernel.operation for kernel in joint), *reads_of(joint))
-    return sum(operations[o].nbytes for o in moved) / NBYTES_PER_MICROSECOND
+    if (operation.kind, operation.name) == ("opaque", "slice"):
+        return 2 * operation.nbytes / NBYTES_PER_MICROSECOND
+    summed = next((k.operation for k in joint if operations[k.operation].name in ADDED), joint[0].operation)
+    operation, reads = operations[summed], [operations[o] for o in reads_of(joint)]
+    first = operations[operation.operands[0]] if operation.operands else operation
+    narrow = any(item_nbytes(read.dtype) < WIDE for read in reads)
+    nbytes = [read.nbytes for read in reads]
+    moved = read_nbytes(H100, blocks_of(operation, first, narrow=narrow), nbytes, nbytes)
+    return (moved + sum(operations[kernel.operation].nbytes for kernel in joint)) / NBYTES_PER_MICROSECOND
 
 
 def _product_microseconds(dot: Operation, operations: Sequence[Operation]) -> float:

@@ -200,7 +200,7 @@ class _Groups:
             return grouped(operation, source), source.size
         if operation.kind in ELEMENTWISE:
             return None, operation.size
-        if operation.name == COPY or operation.kind == "transpose":
+        if operation.kind == "transpose" or (operation.kind == "rearrange" and operation.name == COPY):
             return (operation.tag, operation.shape), operation.size
         if operation.kind in LOOPS and self._is_fused(self.number[kernel.operation]):
             return None, operation.size
