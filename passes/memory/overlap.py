@@ -230,8 +230,7 @@ class _Backwards:
         self.ready_at[task] = time
         if self.tasks.roles[task] == Role.NAME:
             self.names.append(task)
-            return
-        if self.tasks.roles[task] == Role.END or task in self.sending:
+        elif self.tasks.roles[task] == Role.END or task in self.sending:
             self.ends.append(task)
         else:
             heapq.heappush(self.pending, (time, task))
