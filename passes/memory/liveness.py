@@ -272,12 +272,16 @@ class _Allocation:
         return any(self.operations[reader].kind == "loop" for reader in self.readers.get(operation, ()))
 
     def _over(self, operation: int) -> list[int]:
-        """The operands of its own shape and dtype that an operation may be written over."""
-        described = self.operations[operation]
+        """The operands of its own shape and dtype that an operation may be written over: none that another of kernels
+        that are one reads elsewhere than where it writes.
+        """
+        described, kernel = self.operations[operation], self.kernels[operation]
         if described.kind in ("carry", "update"):
             over: Sequence[int] = described.operands[:1]
         else:
-            over = [o for o in self.kernels[operation].over if not self._is_passed_on(o)]
+            others = [self.kernels[o] for o in kernel.joint]
+            read = {o for other in others for o in other.reads if o not in other.over}
+            over = [o for o in kernel.over if o not in read and not self._is_passed_on(o)]
         return [
             o
             for o in over
