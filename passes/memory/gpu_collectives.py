@@ -91,9 +91,7 @@ def _as_kernels(operations: Sequence[Operation], every: Sequence[Kernel]) -> lis
     for kernel in every:
         if kernel.joint:
             listed = dict.fromkeys(o for made in kernel.joint for o in kernels[made].operands)
-            read[kernel.operation] = read[kernel.operation].reading(
-                tuple([o for o in listed if o not in kernel.joint])
-            )
+            read[kernel.operation] = read[kernel.operation].reading(tuple([o for o in listed if o not in kernel.joint]))
     return read
 
 

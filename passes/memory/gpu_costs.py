@@ -18,9 +18,8 @@ from passes.ir import item_nbytes
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_blocks import ADDED, blocks_of, read_nbytes
 from passes.memory.gpu_cycles import H100
-from passes.memory.gpu_fusion import COPY
 from passes.memory.gpu_tasks import reads_of
-from passes.memory.gpu_times import WIDE
+from passes.memory.gpu_times import COPY, WIDE
 from passes.memory.operations import Operation, Shape
 
 KERNEL = 1.0

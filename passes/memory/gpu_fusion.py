@@ -21,21 +21,13 @@ from passes.memory.fusion import Kernel
 from passes.memory.gpu_blocks import ADDED, COLUMN
 from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.gpu_joint_kernels import joined
-from passes.memory.gpu_softmax import apart
-from passes.memory.gpu_times import FUSIBLE, Times
+from passes.memory.gpu_softmax import apart, begun_by
+from passes.memory.gpu_times import COPY, FUSIBLE, SUM, Times
 from passes.memory.operations import DRAWN, ELEMENTWISE, Operation, Shape
 
 PURE = frozenset({*ELEMENTWISE, "bitcast"})
 TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
 """Kinds whose kernels compute what they read."""
-
-SUM = "sum"
-"""The name of the sum of a product's parts: no other sum computes it, or what it alone is read for, where it reads
-that (PriorityFusion's "both the producer and the consumer contain a reduce")."""
-
-COPY = "copy in another order"
-"""The name of what brings dimensions into another order in memory: it reads element by element, and so it is written
-where it has more than one reader, or what follows from it alone is."""
 
 RENAMED = frozenset({"bitcast", "part", "result"})
 """Kinds that are another name for an array: XLA writes over what a kernel reads under its own name only."""
@@ -53,14 +45,14 @@ def fuse(
     fusion = _Fusion(operations, placed, arithmetic)
     fusion.decide()
     kernels = kernels_of(operations, fusion.written, as_listed=True)
-    return joined(operations, kernels, placed, fusion.apart, fusion.times)
+    return joined(operations, kernels, placed, fusion.apart | fusion.rows, fusion.times)
 
 
 class _Fusion:
     """The kernels that read each operation, from the last to the first; `written` are those with a place in memory.
 
     What a product or a collective reads, or a bitcast that is written, `is_fixed`: it has to be there, and so do the
-    `places` that updates and scatters begin with.
+    `places` that updates and scatters begin with. The kernels of `rows` that operations have `begun` are Triton's.
     """
 
     def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], arithmetic: Arithmetic) -> None:
@@ -79,6 +71,7 @@ class _Fusion:
                 if operation.kind == "update" or _scatters(operation):
                     self.places.add(operation.operands[0])
         self.sums = self._sums()
+        self.begun, self.rows = frozenset(begun_by(operations, self.readers)), set[int]()
         self.written = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
         self.apart = apart(operations, self.readers)
@@ -103,6 +96,8 @@ class _Fusion:
                 roots |= {reader} if self.written[reader] else self.roots[reader]
             self.roots[index] = frozenset(roots)
             self.written[index] = not self._is_fused(index, roots)
+            if index in self.begun:
+                self.rows |= {index} if self.written[index] else roots
             if self.operations[index].kind == "bitcast" and self.written[index]:
                 for o in self.operations[index].operands:
                     self.is_fixed[o] = True
@@ -114,6 +109,8 @@ class _Fusion:
         if operation.kind not in FUSIBLE or index in self.outputs or not roots:
             return False
         if index in self.places or index in self.apart or self.is_fixed[index]:
+            return False
+        if self.sums[index] and not operation.is_conversion and not self.rows.isdisjoint(roots):
             return False
         if len(roots) > OPERANDS and operation.size == 1:
             return False

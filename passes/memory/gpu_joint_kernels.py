@@ -18,7 +18,8 @@ from dataclasses import replace
 
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_blocks import ADDED, by_threads, grouped
-from passes.memory.gpu_times import Times
+from passes.memory.gpu_times import COPY, SUM, Times
+from passes.memory.gpu_weights import AGAIN
 from passes.memory.kernel_graph import visited
 from passes.memory.operations import ELEMENTWISE, Operation
 
@@ -32,11 +33,8 @@ SLICED_NBYTES = 1024
 """Bytes of an array from which kernels that read parts of it which do not overlap stay apart: XLA's, "arbitrarily
 chosen"."""
 
-SUM, COPY = "sum", "copy in another order"
-"""The names of the sum of a product's parts, and of what brings dimensions into another order in memory."""
-
 Hero = tuple[object, int]
-"""What a kernel sums or transposes, None for a loop, and the elements that it goes over."""
+"""The sum or the transpose that a kernel is, None for a loop, and the elements that it goes over."""
 
 
 def joined(
@@ -100,7 +98,7 @@ class _Groups:
         readers.sort(key=lambda r: (-(r in self.groups), -self._is_fused(r)))
         while readers:
             first, *others = readers
-            readers = []
+            readers = list[int]()
             if first not in self.groups and not self._is_fused(first):
                 readers = others
                 continue
@@ -110,12 +108,12 @@ class _Groups:
                 else:
                     readers.append(other)
 
-    def _may_be_one(self, one: int, other: int, read: int) -> bool:
+    def _may_be_one(self, kept: int, other: int, read: int) -> bool:
         """Whether two kernels that read the same may be one."""
-        if self.before[one] >> other & 1 or self.before[other] >> one & 1 or not self._is_alike(one, other):
+        if self.before[kept] >> other & 1 or self.before[other] >> kept & 1 or not self._is_alike(kept, other):
             return False
         return self.operations[self.kernels[read].operation].nbytes < SLICED_NBYTES or not (
-            self._cuts(one, read) and self._cuts(other, read)
+            self._cuts(kept, read) and self._cuts(other, read)
         )
 
     def _cuts(self, n: int, read: int) -> bool:
@@ -151,8 +149,8 @@ class _Groups:
         summed = [root for root in roots if self.operations[root].kind == "reduce"]
         root, nbytes = (summed or roots)[0], sum(self.operations[r].nbytes for r in roots)
         work, reads = 0.0, dict[tuple[int, int], float]()
-        for one in roots:
-            more, read = times.contents(one)
+        for kept in roots:
+            more, read = times.contents(kept)
             work += more
             for key, elements in read.items():
                 reads[key] = max(reads.get(key, 0.0), elements)
@@ -175,20 +173,20 @@ class _Groups:
         reads = (self.number[read] for m in self.groups.get(reader, [reader]) for read in self.kernels[m].reads)
         return any(self.behind[n] >> read & 1 for read in reads if self.of[read] != reader)
 
-    def _is_alike(self, one: int, other: int) -> bool:
+    def _is_alike(self, kept: int, other: int) -> bool:
         """Whether two kernels go over as many elements, and sum them in the same way where both do, in all not over
         more arrays than a kernel may read and write.
         """
-        first, second = self.heroes[one], self.heroes[other]
+        first, second = self.heroes[kept], self.heroes[other]
         if not first or not second or first[1] != second[1]:
             return False
         if first[0] is not None and second[0] is not None and first[0] != second[0]:
             return False
-        members = [*self.groups.get(one, [one]), *self.groups.get(other, [other])]
+        members = [*self.groups.get(kept, [kept]), *self.groups.get(other, [other])]
         return len({read for m in members for read in self.kernels[m].reads}) + len(members) <= OPERANDS
 
     def _hero(self, kernel: Kernel) -> Hero | None:
-        """What a kernel goes over, None for one that is no part of a joint kernel."""
+        """The sum and the elements that a kernel goes over, None for one that is no part of a joint kernel."""
         operation = self.operations[kernel.operation]
         if kernel.operation in self.alone:
             return None
@@ -211,23 +209,23 @@ class _Groups:
         operation = self.operations[self.kernels[n].operation]
         if operation.name == SUM:
             return operation.dtype != self.operations[operation.operands[0]].dtype
-        return any(o not in self.number for o in operation.operands)
+        return operation.name == AGAIN or any(o not in self.number for o in operation.operands)
 
-    def _join(self, one: int, other: int) -> None:
+    def _join(self, kept: int, other: int) -> None:
         """Makes the kernels of one group and of another one."""
-        members = [*self.groups.pop(one, [one]), *self.groups.pop(other, [other])]
+        members = [*self.groups.pop(kept, [kept]), *self.groups.pop(other, [other])]
         mask = sum(1 << m for m in members)
-        before = (self.before[one] | self.before[other]) & ~mask
-        behind = (self.behind[one] | self.behind[other]) & ~mask
-        for n in _bits((self.behind[one] ^ self.behind[other]) & ~mask):
+        before = (self.before[kept] | self.before[other]) & ~mask
+        behind = (self.behind[kept] | self.behind[other]) & ~mask
+        for n in _bits((self.behind[kept] ^ self.behind[other]) & ~mask):
             self.before[n] |= before | mask
-        for n in _bits((self.before[one] ^ self.before[other]) & ~mask):
+        for n in _bits((self.before[kept] ^ self.before[other]) & ~mask):
             self.behind[n] |= behind | mask
-        hero = next((h for h in (self.heroes[one], self.heroes[other]) if h and h[0] is not None), self.heroes[one])
-        self.groups[one] = members
+        hero = next((h for h in (self.heroes[kept], self.heroes[other]) if h and h[0] is not None), self.heroes[kept])
+        self.groups[kept] = members
         for m in members:
-            self.of[m], self.before[m], self.behind[m] = one, before, behind
-        self.heroes[one] = hero
+            self.of[m], self.before[m], self.behind[m] = kept, before, behind
+        self.heroes[kept] = hero
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
 from passes.memory.gpu_blocks import ADDED
-from passes.memory.gpu_fusion import COPY
+from passes.memory.gpu_times import COPY
 from passes.memory.operations import ELEMENTWISE, Operation, Shape
 
 LIES = "as it lies"

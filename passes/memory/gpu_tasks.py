@@ -117,7 +117,7 @@ def at_once(kernels: Sequence[Kernel]) -> list[tuple[Kernel, ...]]:
 
 
 def reads_of(group: Sequence[Kernel]) -> tuple[int, ...]:
-    """What kernels that are one read of what they do not write."""
+    """The operations that kernels which are one read of what they do not write."""
     written = {kernel.operation for kernel in group}
     return tuple(dict.fromkeys(read for kernel in group for read in kernel.reads if read not in written))
 

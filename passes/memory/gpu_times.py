@@ -24,8 +24,10 @@ FUSIBLE = frozenset(
 )
 """Kinds that are computed where they are read."""
 
-SUM = "sum"
-"""The name of the sum of a product's parts."""
+SUM, COPY = "sum", "copy in another order"
+"""The names of the sum of a product's parts, which no kernel of Triton's computes where it reads it, and of what brings
+dimensions into another order in memory: it reads element by element, and so it is written where it has more than one
+reader, or what follows from it alone is."""
 
 APART = 0.05
 """The share of computing, or of reading and writing, that does not happen beside the other: one less XLA's
