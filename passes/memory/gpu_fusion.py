@@ -71,11 +71,12 @@ class _Fusion:
                 if operation.kind == "update" or _scatters(operation):
                     self.places.add(operation.operands[0])
         self.sums = self._sums()
-        self.begun, self.rows = frozenset(begun_by(operations, self.readers)), set[int]()
+        self.begun, self.rows = begun_by(operations, self.readers), set[int]()
         self.written = bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
         self.apart = apart(operations, self.readers)
         self.times = Times(operations, self.readers, self.written, self.is_fixed, arithmetic)
+        self.times.rows, self.times.parts = self.rows, self.sums
         self.draws = any(operation.name == DRAWN for operation in operations)
 
     def _sums(self) -> bytearray:
@@ -97,7 +98,7 @@ class _Fusion:
             self.roots[index] = frozenset(roots)
             self.written[index] = not self._is_fused(index, roots)
             if index in self.begun:
-                self.rows |= {index} if self.written[index] else roots
+                self.rows |= {self.begun[index], *((index,) if self.written[index] else roots)}
             if self.operations[index].kind == "bitcast" and self.written[index]:
                 for o in self.operations[index].operands:
                     self.is_fixed[o] = True

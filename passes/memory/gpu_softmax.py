@@ -29,7 +29,7 @@ def apart(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> 
         return frozenset()
     picked = _picked(operations, readers)
     ends, rows = set[int](), set(begun)
-    for index in range(begun[0], len(operations)):
+    for index in range(min(begun), len(operations)):
         if index not in rows:
             continue
         behind = readers[index]
@@ -42,34 +42,36 @@ def apart(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> 
     return frozenset(ends)
 
 
-def begun_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> list[int]:
-    """The operations that take the maximum or the mean of rows from them."""
-    return [i for i, o in enumerate(operations) if o.name == "subtract" and _is_diamond(operations, readers, i)]
+def begun_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The operations that take the maximum or the mean of rows from them -> what finds that."""
+    roots = (i for i, o in enumerate(operations) if o.name == "subtract")
+    begun = {root: _found_by(operations, readers, root) for root in roots}
+    return {root: reduce for root, reduce in begun.items() if reduce >= 0}
 
 
-def _is_diamond(operations: Sequence[Operation], readers: Sequence[Sequence[int]], root: int) -> bool:
-    """Whether an operation on rows takes the maximum or the mean of each from it, both read for this alone."""
+def _found_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]], root: int) -> int:
+    """The maximum or the mean of rows that an operation takes from each, both read for this alone; else -1."""
     if len(operations[root].operands) != 2:
-        return False
+        return -1
     minuend, subtrahend = operations[root].operands
     broadcast = _before(operations, readers, subtrahend, "broadcast")
     if broadcast < 0 or len(readers[broadcast]) > 1:
-        return False
+        return -1
     spread = operations[broadcast]
     if len(spread.shape) - 1 in cast("Shape", spread.tag):
-        return False
+        return -1
     reduce = _before(operations, readers, spread.operands[0], "reduce")
     if reduce < 0 or len(readers[reduce]) > 1 or operations[reduce].name not in ("reduce-max", "reduce-sum"):
-        return False
+        return -1
     (rows,) = operations[reduce].operands
     _, reduced = cast("tuple[str, Shape]", operations[reduce].tag)
     if tuple(reduced) != (len(operations[rows].shape) - 1,):
-        return False
+        return -1
     while minuend != rows and _is_view(operations[minuend]):
         (minuend,) = operations[minuend].operands
     while minuend != rows and _is_view(operations[rows]):
         (rows,) = operations[rows].operands
-    return minuend == rows
+    return reduce if minuend == rows else -1
 
 
 def _is_view(operation: Operation) -> bool:

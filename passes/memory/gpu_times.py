@@ -44,7 +44,7 @@ class Times:
     """The kernels of operations while it is decided which of them are `written`, given the `readers` of each; those
     that are `is_fixed` have to be.
 
-    `steps` are the bytes that memory moves while all multiprocessors compute an element, `gains` about those that are
+    Kernels of `rows` read the sums of `parts` of products from memory. `steps` are the bytes that memory moves while all multiprocessors compute an element, `gains` about those that are
     not moved where an operation is computed by all that read it. XLA begins with what gains most: of what comes before
     an operation of which it is decided, what gains more is computed already, what gains less is read from memory.
     """
@@ -63,6 +63,7 @@ class Times:
         self.sizes = [operation.size for operation in operations]
         self.takes = [operation.kind in FUSIBLE and operation.kind != "literal" for operation in operations]
         self.sums = [operation.kind == "reduce" for operation in operations]
+        self.rows, self.parts = set[int](), bytearray(len(operations))
         self.steps = [self._step_nbytes(index) for index in range(len(operations))]
         self.gains = [self._gained_nbytes(index) for index in range(len(operations))]
 
@@ -136,6 +137,7 @@ class Times:
         operations, sizes, steps, gains = self.operations, self.sizes, self.steps, self.gains
         computed, pending = {root: sizes[root]}, [-root]
         work, read, gained = 0.0, dict[tuple[int, int], int](), gains[undecided]
+        is_rows = root in self.rows
         while pending:
             index = -heapq.heappop(pending)
             elements, operands = computed[index], operations[index].operands
@@ -146,6 +148,8 @@ class Times:
             work += steps[index] * elements
             for o in operands:
                 is_inside = self.takes[o] and o != alone and not self.written[o] and not self.is_fixed[o]
+                if is_rows and self.parts[o]:
+                    is_inside = False
                 if is_inside and (o >= undecided or gains[o] > gained or len(self.readers[o]) == 1):
                     if o not in computed:
                         heapq.heappush(pending, -o)
