@@ -72,7 +72,7 @@ class _Fusion:
                     self.places.add(operation.operands[0])
         self.sums = self._sums()
         self.begun, self.rows = begun_by(operations, self.readers), set[int]()
-        self.written = bytearray(len(operations))
+        self.written, self.spread = bytearray(len(operations)), bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
         self.apart = apart(operations, self.readers)
         self.times = Times(operations, self.readers, self.written, self.is_fixed, arithmetic)
@@ -95,7 +95,7 @@ class _Fusion:
             roots: set[int] = set()
             for reader in self.readers[index]:
                 roots |= {reader} if self.written[reader] else self.roots[reader]
-            self.roots[index] = frozenset(roots)
+            self.roots[index], self.spread[index] = frozenset(roots), self._is_spread(index)
             self.written[index] = not self._is_fused(index, roots)
             if index in self.begun:
                 self.rows |= {self.begun[index], *((index,) if self.written[index] else roots)}
@@ -119,7 +119,7 @@ class _Fusion:
             return False
         adds = len(roots) == 1 and _adds_columns(min(roots), self.operations)
         is_timed = operation.kind in ELEMENTWISE and (adds or any(map(self.times.is_slow, roots)))
-        is_timed |= operation.name == SUM or self._is_spread(index, roots)
+        is_timed |= operation.name == SUM or (operation.kind in ELEMENTWISE and operation.size > 1 and bool(self.spread[index]))
         if is_timed or self.times.is_ragged(index):
             return self.times.is_computed_again(index, roots)
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
@@ -133,12 +133,18 @@ class _Fusion:
         once = max(read + self.sizes[index], work) + sum(nbytes + self.sizes[index] for nbytes in beside)
         return again <= once + self.arithmetic.launch_nbytes
 
-    def _is_spread(self, index: int, roots: set[int]) -> bool:
-        """Whether an operation on elements is read by a kernel that makes more than it, for several of which it would
-        compute each.
+    def _is_spread(self, index: int) -> bool:
+        """Whether an operation on elements is broadcast, itself or in what follows from it, where it is read: each of
+        its elements is computed for many.
         """
-        operation = self.operations[index]
-        return operation.kind in ELEMENTWISE and any(self.operations[root].size > operation.size > 1 for root in roots)
+        size = self.operations[index].size
+        for reader in self.readers[index]:
+            described = self.operations[reader]
+            if described.kind == "broadcast" and described.size > size:
+                return True
+            if self.spread[reader] and described.size == size and not self.written[reader]:
+                return True
+        return False
 
     def _is_computed_again(self, index: int, roots: set[int], work: float) -> bool:
         """Whether an operation of so much work is computed in every kernel that reads it, all that these read counted:
