@@ -73,11 +73,20 @@ class Times:
             return self.arithmetic.step_nbytes(RAGGED)
         return self.arithmetic.step_nbytes(operation.name) if operation.kind in (*ELEMENTWISE, "reduce") else 0.0
 
-    def _gained_nbytes(self, index: int) -> int:
+    def _gained_nbytes(self, index: int) -> float:
         operation = self.operations[index]
         sources = [self.operations[o] for o in set(operation.operands)]
         read = sum(source.nbytes for source in sources if source.kind not in UNREAD)
-        return read + operation.nbytes + len(self.readers[index]) * (operation.nbytes - read)
+        times = sum(self._idle(reader) for reader in self.readers[index])
+        return read + operation.nbytes + times * (operation.nbytes - read)
+
+    def _idle(self, reader: int) -> float:
+        """The times that an operation reads more slowly than memory could, since few blocks do it."""
+        operation = self.operations[reader]
+        if operation.kind != "reduce" or operation.name not in ADDED:
+            return 1.0
+        blocks = blocks_of(operation, self.operations[operation.operands[0]], narrow=True)
+        return max(1.0, self.arithmetic.bytes_per_second / (max(1, blocks) * self.arithmetic.block_bytes_per_second))
 
     def is_slow(self, root: int) -> bool:
         """Whether a kernel sums with fewer blocks than there are multiprocessors."""
