@@ -119,7 +119,9 @@ class _Fusion:
             return False
         adds = len(roots) == 1 and _adds_columns(min(roots), self.operations)
         is_timed = operation.kind in ELEMENTWISE and (adds or any(map(self.times.is_slow, roots)))
-        is_timed |= operation.name == SUM or (operation.kind in ELEMENTWISE and operation.size > 1 and bool(self.spread[index]))
+        is_timed |= operation.name == SUM or (
+            operation.kind in ELEMENTWISE and operation.size > 1 and bool(self.spread[index])
+        )
         if is_timed or self.times.is_ragged(index):
             return self.times.is_computed_again(index, roots)
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
