@@ -44,8 +44,8 @@ class Times:
     """The kernels of operations while it is decided which of them are `written`, given the `readers` of each; those
     that are `is_fixed` have to be.
 
-    Kernels of `rows` read the sums of `parts` of products from memory. `steps` are the bytes that memory moves while all
-    multiprocessors compute an element, `gains` about those that are not moved where an operation is computed by all
+    Kernels of `rows` read the sums of `parts` of products from memory. `steps` are the bytes that memory moves while
+    all multiprocessors compute an element, `gains` about those that are not moved where an operation is computed by all
     that read it. XLA begins with what gains most: of what comes before an operation of which it is decided, what gains
     more is computed already, what gains less is read from memory.
     """
