@@ -13,7 +13,8 @@ from passes.memory.operations import Operation
 class DeviceProgram:
     """The operations in order, with those that are inputs, constants and outputs.
 
-    `hoisted` are those that do not change from one iteration to the next, which XLA moves out of the loop.
+    `hoisted` are those that do not change from one iteration to the next, which XLA moves out of the loop, and
+    `sending` the loops in whose bodies there are collectives.
     """
 
     operations: tuple[Operation, ...]
@@ -21,6 +22,7 @@ class DeviceProgram:
     constants: tuple[int, ...]
     outputs: tuple[int, ...]
     hoisted: tuple[int, ...] = ()
+    sending: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ class Kernel:
 
     `reads` are the operations that it reads from memory, `over` those of them that it may write its result over.
     `readers` are the kernels that read what it writes, in the order in which they are told that it is there. One that
-    `is_fused` has more than one operation.
+    `is_fused` has more than one operation. Kernels of the same operations `joint` are one, which writes all of those.
     """
 
     operation: int
@@ -41,6 +41,7 @@ class Kernel:
     over: tuple[int, ...]
     readers: tuple[int, ...] = ()
     is_fused: bool = False
+    joint: tuple[int, ...] = ()
 
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:

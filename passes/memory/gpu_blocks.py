@@ -44,19 +44,27 @@ def blocks_of(operation: Operation, read: Operation, *, narrow: bool) -> int:
     or fewer.
     """
     each = -(-operation.size // THREADS)
-    if operation.kind != "reduce" or operation.name not in ADDED:
+    if operation.kind != "reduce" or operation.name not in ADDED or by_threads(operation, read):
         return each
-    major, added, minor = _grouped(read.shape, frozenset(cast("tuple[str, Shape]", operation.tag)[1]))
+    major, added, minor = grouped(operation, read)
     if added > (ROW if minor == 1 else COLUMN):  # in about as many parts as each of them has elements
         major, added = major * math.isqrt(added), math.isqrt(added)
     if minor == 1:
-        return _of_rows(major, added) if added >= WARP else each
-    if added < WARP or (added < 2 * WARP and minor < WARP) or (added < 4 * WARP and minor < 8):
-        return each
+        return _of_rows(major, added)
     if minor < WARP:
         return major
     vector = next((v for v in ((4, 2) if narrow else (2,)) if minor % (v * WARP) == 0), 1)
     return major * -(-minor // (WARP * vector))
+
+
+def by_threads(operation: Operation, read: Operation) -> bool:
+    """Whether one thread adds up each element of a sum, which is so short that more would be idle."""
+    _, added, minor = grouped(operation, read)
+    if added > (ROW if minor == 1 else COLUMN):
+        added = math.isqrt(added)
+    if minor == 1:
+        return added < WARP
+    return added < WARP or (added < 2 * WARP and minor < WARP) or (added < 4 * WARP and minor < 8)
 
 
 def _of_rows(rows: int, elements: int) -> int:
@@ -65,8 +73,9 @@ def _of_rows(rows: int, elements: int) -> int:
     return -(-rows // max(1, ROW_THREADS // threads))
 
 
-def _grouped(shape: Shape, added: frozenset[int]) -> tuple[int, int, int]:
+def grouped(operation: Operation, read: Operation) -> tuple[int, int, int]:
     """The elements before the last dimensions that are added up, along those and behind them."""
+    shape, added = read.shape, frozenset(cast("tuple[str, Shape]", operation.tag)[1])
     last = max((d for d in added if shape[d] > 1), default=-1)
     first = last
     while first >= 0 and (first in added or shape[first] == 1):
@@ -75,7 +84,7 @@ def _grouped(shape: Shape, added: frozenset[int]) -> tuple[int, int, int]:
     return major, math.prod(shape[first + 1 : last + 1]), math.prod(shape[last + 1 :])
 
 
-def read_nbytes(arithmetic: Arithmetic, blocks: int, once: Sequence[int], every: Sequence[int]) -> float:
+def read_nbytes(arithmetic: Arithmetic, blocks: int, once: Sequence[int], every: Sequence[float]) -> float:
     """The bytes that memory moves at its full rate while so many blocks read arrays, given the bytes `once` and those
     that are read of each, again included.
     """

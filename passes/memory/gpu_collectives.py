@@ -19,7 +19,7 @@ from typing import cast
 from passes.memory.all_reduces import in_order, join, mask_of, parts
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import fuse
-from passes.memory.gpu_tasks import beside, copies
+from passes.memory.gpu_tasks import at_once, reads_of
 from passes.memory.operations import Operation
 
 COMBINED_NBYTES = 30 * 2**20
@@ -56,24 +56,21 @@ def _parts(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) 
         return
     bits = {m: 1 << bit for bit, m in enumerate(every)}
     fused = fuse(operations, outputs)
-    together = copies(operations, fused)
-    kernels, behind = _as_kernels(operations, fused, together), _behind(operations, bits, together)
+    kernels, behind = _as_kernels(operations, fused), _behind(operations, bits, fused)
     first = partial(_first, operations, behind=behind, bits=bits)
     for kind in KINDS:
         yield from parts(kernels, outputs, [m for m in every if operations[m].name == kind], behind, bits, first)
 
 
-def _as_kernels(
-    operations: Sequence[Operation], every: Sequence[Kernel], together: Mapping[int, int]
-) -> list[Operation]:
+def _as_kernels(operations: Sequence[Operation], every: Sequence[Kernel]) -> list[Operation]:
     """The operations, each with what its kernel reads as operands; those without a kernel are no operands.
 
-    Where a kernel takes in what makes an operand, what that reads is listed last: so long sums end up backwards. What
-    is made `together` with something else has the operands of both.
+    Where a kernel takes in what makes an operand, what that reads is listed last: so long sums end up backwards. Of
+    kernels that are one, each has the operands of all.
 
     Reference: HloFusionInstruction::FuseInstruction, as of jaxlib 0.10.
     """
-    written, before = {kernel.operation for kernel in every}, beside(operations, every)
+    written = {kernel.operation for kernel in every}
     kernels: list[Operation] = []
     for index, operation in enumerate(operations):
         if index not in written:  # no kernel lists it
@@ -89,33 +86,23 @@ def _as_kernels(
                     met.update(appended)
                     pending.extend(appended)
                     listed.update(dict.fromkeys(appended))
-        kernels.append(operation.reading((*listed, *before.get(index, ()))))
-    for made, other in together.items():
-        both = dict.fromkeys((*kernels[made].operands, *kernels[other].operands))
-        kernels[made] = kernels[made].reading(tuple(both))
-    return kernels
+        kernels.append(operation.reading(tuple(listed)))
+    read = list(kernels)
+    for kernel in every:
+        if kernel.joint:
+            listed = dict.fromkeys(o for made in kernel.joint for o in kernels[made].operands)
+            read[kernel.operation] = read[kernel.operation].reading(tuple([o for o in listed if o not in kernel.joint]))
+    return read
 
 
-def _behind(operations: Sequence[Operation], bits: Mapping[int, int], together: Mapping[int, int]) -> dict[int, int]:
-    """The members that each member waits for, as their bits, given which operations are made `together`."""
+def _behind(operations: Sequence[Operation], bits: Mapping[int, int], every: Sequence[Kernel]) -> dict[int, int]:
+    """The members that each member waits for, as their bits, given the kernels."""
     waits: dict[int, int] = {}
-    for index in range(len(operations)) if together else ():
-        pending = [index]
-        while pending:
-            waiting = [o for o in _needed(operations, together, pending[-1]) if o not in waits]
-            pending.extend(waiting[:1])
-            if not waiting:
-                made = pending.pop()
-                waits[made] = mask_of(_needed(operations, together, made), waits, bits)
-    for index, operation in enumerate(() if together else operations):
-        waits[index] = mask_of(operation.operands, waits, bits)
-    return {m: waits[m] for m in bits}
-
-
-def _needed(operations: Sequence[Operation], together: Mapping[int, int], index: int) -> tuple[int, ...]:
-    """The operations that have to be there before one is made, those made together with it included."""
-    read = operations[index].operands
-    return (*read, together[index]) if index in together else read
+    for group in at_once(every):
+        reads = reads_of(group)
+        for kernel in group:
+            waits[kernel.operation] = mask_of(reads, waits, bits)
+    return {m: waits.get(m, 0) for m in bits}
 
 
 def _first(
@@ -152,4 +139,4 @@ def _lay_out(operations: list[Operation], members: Sequence[int]) -> None:
     )
     operations.append(last._replace(operands=(beside,), shape=elements, value=-1, tag=("all_reduce", beside)))
     for m in members:
-        operations[m] = operations[m]._replace(kind="rearrange", operands=(beside + 1,), tag=("slice", m))
+        operations[m] = operations[m]._replace(kind="opaque", operands=(beside + 1,), tag=("slice", m))

@@ -14,7 +14,12 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
+from passes.ir import item_nbytes
 from passes.memory.fusion import Kernel
+from passes.memory.gpu_blocks import ADDED, blocks_of, read_nbytes
+from passes.memory.gpu_cycles import H100
+from passes.memory.gpu_tasks import reads_of
+from passes.memory.gpu_times import COPY, WIDE
 from passes.memory.operations import Operation, Shape
 
 KERNEL = 1.0
@@ -33,28 +38,39 @@ fourth root of those, up to a limit: fitted, see above."""
 FLOAT32_FLOPS_PER_MICROSECOND = 2.1e8
 """The rate of such products of float32: fitted, see above."""
 
-WIDENED_FLOPS_PER_MICROSECOND = 1.18e7
-"""The rate of products of narrower numbers that are written in float32, as those in parts are: XLA's table has a
-fiftieth of the others for them."""
+WIDENED_FLOPS_PER_MICROSECOND, WIDENED = 1.18e7, 64
+"""The rate of products of narrower numbers that are written in float32, as those in parts are, and the times that it is
+lower where a side is short: fitted, see above."""
 
-PRODUCT_MICROSECONDS, FLOAT32_PRODUCT_MICROSECONDS = 4.0, 6.0
-"""The least that a product takes, and one of float32: fitted, see above."""
+FLOAT32_PRODUCT_MICROSECONDS = 6.0
+"""The least that a product of float32 takes: fitted, see above."""
+
+SHORT, SHORT_RATE, LONG = 512, 1.64e5, 1024
+"""The elements of a shortest side below which products are slow, their rate for each element of the longest, and the
+elements from which that is no higher: fitted, see above. Tables of XLA's begin with sides of about that length."""
 
 SENT_MICROSECONDS, SENT_NBYTES_PER_MICROSECOND = 30.0, 4.3e5
 """The start of a collective, and the bytes that it sends and receives: fitted, see above."""
 
 
-def microseconds(kernel: Kernel, operations: Sequence[Operation]) -> float:
-    """The time of a kernel on Hopper and newer."""
-    operation = operations[kernel.operation]
+def microseconds(joint: Sequence[Kernel], operations: Sequence[Operation]) -> float:
+    """The time of a kernel, or of several that are one, on Hopper and newer."""
+    operation = operations[joint[0].operation]
     if operation.kind == "dot":
         return _product_microseconds(operation, operations)
     if operation.name == "convolution":
         return LIBRARY_MICROSECONDS
-    if operation.kind == "loop":
+    if operation.kind == "loop" or (operation.kind, operation.name) == ("opaque", COPY):
         return KERNEL / 100
-    nbytes = operation.nbytes + sum(operations[o].nbytes for o in kernel.reads)
-    return nbytes / NBYTES_PER_MICROSECOND
+    if (operation.kind, operation.name) == ("opaque", "slice"):
+        return 2 * operation.nbytes / NBYTES_PER_MICROSECOND
+    summed = next((k.operation for k in joint if operations[k.operation].name in ADDED), joint[0].operation)
+    operation, reads = operations[summed], [operations[o] for o in reads_of(joint)]
+    first = operations[operation.operands[0]] if operation.operands else operation
+    narrow = any(item_nbytes(read.dtype) < WIDE for read in reads)
+    nbytes = [read.nbytes for read in reads]
+    moved = read_nbytes(H100, blocks_of(operation, first, narrow=narrow), nbytes, nbytes)
+    return (moved + sum(operations[kernel.operation].nbytes for kernel in joint)) / NBYTES_PER_MICROSECOND
 
 
 def _product_microseconds(dot: Operation, operations: Sequence[Operation]) -> float:
@@ -69,14 +85,15 @@ def _product_microseconds(dot: Operation, operations: Sequence[Operation]) -> fl
     if is_float32 and lhs.dtype != dot.dtype and len(dot.shape) > 2:  # in parts of the contracted dimension
         inner //= dot.shape[0]
     rows, columns = dot.shape[-2:] if len(dot.shape) > 1 else (1, dot.size)
-    shortest, shorter, _ = sorted((inner, rows, columns))
+    shortest, shorter, longest = sorted((inner, rows, columns))
     flops, by_sides = 2 * dot.size * inner, (shortest * shorter / SIDES) ** 0.25
     if is_float32 and lhs.dtype == "float32":
         return FLOAT32_PRODUCT_MICROSECONDS + flops / max(FLOAT32_FLOPS_PER_MICROSECOND * by_sides, 1.0)
-    if is_float32:
-        return flops / WIDENED_FLOPS_PER_MICROSECOND
     rate = min(MOST_FLOPS_PER_MICROSECOND, FLOPS_PER_MICROSECOND * by_sides)
-    return PRODUCT_MICROSECONDS + flops / max(rate, 1.0)
+    if shortest < SHORT:
+        rate = min(rate, SHORT_RATE * min(longest, LONG))
+        return flops / max(rate / WIDENED if is_float32 else rate, 1.0)
+    return flops / max(WIDENED_FLOPS_PER_MICROSECOND if is_float32 else rate, 1.0)
 
 
 def collective_microseconds(nbytes: int) -> float:

@@ -20,20 +20,14 @@ from typing import cast
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_blocks import ADDED, COLUMN
 from passes.memory.gpu_cycles import H100, Arithmetic
-from passes.memory.gpu_softmax import apart
-from passes.memory.gpu_times import FUSIBLE, Times
+from passes.memory.gpu_joint_kernels import joined
+from passes.memory.gpu_softmax import apart, begun_by
+from passes.memory.gpu_times import COPY, FUSIBLE, SUM, Times
 from passes.memory.operations import DRAWN, ELEMENTWISE, Operation, Shape
 
 PURE = frozenset({*ELEMENTWISE, "bitcast"})
 TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
 """Kinds whose kernels compute what they read."""
-
-SUM = "sum"
-"""The name of the sum of a product's parts, which no other sum computes where it reads it."""
-
-COPY = "copy in another order"
-"""The name of what brings dimensions into another order in memory: it reads element by element, and so it is written
-where it has more than one reader, or what follows from it alone is."""
 
 RENAMED = frozenset({"bitcast", "part", "result"})
 """Kinds that are another name for an array: XLA writes over what a kernel reads under its own name only."""
@@ -47,16 +41,18 @@ def fuse(
     operations: Sequence[Operation], outputs: Iterable[int], *, arithmetic: Arithmetic = H100
 ) -> tuple[Kernel, ...]:
     """The kernels of a program, in the order of its operations, without those that no output needs."""
-    fusion = _Fusion(operations, frozenset(outputs), arithmetic)
+    placed = frozenset(outputs)
+    fusion = _Fusion(operations, placed, arithmetic)
     fusion.decide()
-    return kernels_of(operations, fusion.written, as_listed=True)
+    kernels = kernels_of(operations, fusion.written, as_listed=True)
+    return joined(operations, kernels, placed, fusion.apart | fusion.rows, fusion.times)
 
 
 class _Fusion:
     """The kernels that read each operation, from the last to the first; `written` are those with a place in memory.
 
     What a product or a collective reads, or a bitcast that is written, `is_fixed`: it has to be there, and so do the
-    `places` that updates and scatters begin with.
+    `places` that updates and scatters begin with. The kernels of `rows` that operations have `begun` are Triton's.
     """
 
     def __init__(self, operations: Sequence[Operation], outputs: frozenset[int], arithmetic: Arithmetic) -> None:
@@ -74,11 +70,22 @@ class _Fusion:
                     self.is_fixed[o] |= operation.kind not in TAKES_IN
                 if operation.kind == "update" or _scatters(operation):
                     self.places.add(operation.operands[0])
-        self.written = bytearray(len(operations))
+        self.sums = self._sums()
+        self.begun, self.rows = begun_by(operations, self.readers), set[int]()
+        self.written, self.spread = bytearray(len(operations)), bytearray(len(operations))
         self.roots: list[frozenset[int]] = [frozenset()] * len(operations)
         self.apart = apart(operations, self.readers)
         self.times = Times(operations, self.readers, self.written, self.is_fixed, arithmetic)
+        self.times.rows, self.times.parts = self.rows, self.sums
         self.draws = any(operation.name == DRAWN for operation in operations)
+
+    def _sums(self) -> bytearray:
+        """Flags of the sums of a product's parts, and of what computes one that nothing else reads."""
+        flags = bytearray(len(self.operations))
+        for index, operation in enumerate(self.operations):
+            read = any(flags[o] and len(self.readers[o]) == 1 for o in operation.operands)
+            flags[index] = operation.name == SUM or (read and operation.kind in FUSIBLE)
+        return flags
 
     def decide(self) -> None:
         """Decides of every operation whether it is written to memory."""
@@ -88,8 +95,10 @@ class _Fusion:
             roots: set[int] = set()
             for reader in self.readers[index]:
                 roots |= {reader} if self.written[reader] else self.roots[reader]
-            self.roots[index] = frozenset(roots)
+            self.roots[index], self.spread[index] = frozenset(roots), self._is_spread(index)
             self.written[index] = not self._is_fused(index, roots)
+            if index in self.begun:
+                self.rows |= {self.begun[index], *((index,) if self.written[index] else roots)}
             if self.operations[index].kind == "bitcast" and self.written[index]:
                 for o in self.operations[index].operands:
                     self.is_fixed[o] = True
@@ -102,7 +111,7 @@ class _Fusion:
             return False
         if index in self.places or index in self.apart or self.is_fixed[index]:
             return False
-        if operation.name == SUM and any(self.operations[root].kind not in FUSIBLE for root in roots):
+        if self.sums[index] and not operation.is_conversion and not self.rows.isdisjoint(roots):
             return False
         if len(roots) > OPERANDS and operation.size == 1:
             return False
@@ -110,6 +119,9 @@ class _Fusion:
             return False
         adds = len(roots) == 1 and _adds_columns(min(roots), self.operations)
         is_timed = operation.kind in ELEMENTWISE and (adds or any(map(self.times.is_slow, roots)))
+        is_timed |= operation.name == SUM or (
+            operation.kind in ELEMENTWISE and operation.size > 1 and bool(self.spread[index])
+        )
         if is_timed or self.times.is_ragged(index):
             return self.times.is_computed_again(index, roots)
         if len(roots) == 1 or operation.kind == "bitcast":  # another name for its operand, whoever reads it
@@ -122,6 +134,19 @@ class _Fusion:
         again = sum(nbytes + read for nbytes in beside)
         once = max(read + self.sizes[index], work) + sum(nbytes + self.sizes[index] for nbytes in beside)
         return again <= once + self.arithmetic.launch_nbytes
+
+    def _is_spread(self, index: int) -> bool:
+        """Whether an operation on elements is broadcast, itself or in what follows from it, where it is read: each of
+        its elements is computed for many.
+        """
+        size = self.operations[index].size
+        for reader in self.readers[index]:
+            described = self.operations[reader]
+            if described.kind == "broadcast" and described.size > size:
+                return True
+            if self.spread[reader] and described.size == size and not self.written[reader]:
+                return True
+        return False
 
     def _is_computed_again(self, index: int, roots: set[int], work: float) -> bool:
         """Whether an operation of so much work is computed in every kernel that reads it, all that these read counted:
@@ -187,10 +212,14 @@ class _Fusion:
         return work
 
     def _source_nbytes(self, index: int) -> int:
-        """Bytes that a kernel reads for an operand: of the narrowest array that it follows from alone."""
+        """Bytes that a kernel reads for an operand: of the narrowest array that it follows from alone, or of parts that
+        it adds.
+        """
         least = self.sizes[index]
         while (operation := self.operations[index]).kind in FUSIBLE and len(operation.operands) == 1:
-            index = operation.operands[0]
+            is_sum, index = operation.name == SUM, operation.operands[0]
+            if is_sum:
+                return self.sizes[index]
             least = min(least, self.sizes[index])
         return 0 if self.operations[index].kind in ("literal", "iota") else least
 

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import cast
 
 from passes.memory.gpu_blocks import ADDED
-from passes.memory.gpu_fusion import COPY
+from passes.memory.gpu_times import COPY
 from passes.memory.operations import ELEMENTWISE, Operation, Shape
 
 LIES = "as it lies"
@@ -78,9 +78,8 @@ class _Orders:
         for outputs in self._returned():
             made = [place[output] for output in outputs]
             for output, at in zip(outputs, made, strict=True):
-                beside = tuple(other for other in made if other != at)
                 place[output] = len(changed)
-                changed.append(self.operations[output]._replace(kind="opaque", operands=(at, *beside), tag=(COPY, at)))
+                changed.append(self.operations[output]._replace(kind="opaque", operands=(at,), tag=(COPY, at)))
         return changed, place
 
     def _returned(self) -> list[list[int]]:

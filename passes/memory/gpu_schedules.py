@@ -54,12 +54,12 @@ def arrays_of(program: DeviceProgram, kernels: Sequence[Kernel], tasks: Tasks) -
         kind = operations[o].kind if o >= 0 else ""
         if kind in SOURCES:
             names.append(())
-        elif role in (Role.RUN, Role.START) or kind == "result":
+        elif role in (Role.RUN, Role.START) or kind == "result" or task in tasks.joint:
             names.append((task,))
             nbytes[task] = operations[o].nbytes
-            maker = tasks.started(tasks.reads[task][0]) if kind == "result" else task
+            maker = tasks.started(tasks.reads[task][0]) if role == Role.NAME else task
             made_nbytes[maker] += nbytes[task]
-            if role == Role.RUN:
+            if role == Role.RUN or task in tasks.joint:
                 reads = operations[o].operands[:1] if kind == "update" else over[o]
                 written_over[task] = tuple(task_of[r] for r in reads if r in task_of)
         else:
@@ -217,12 +217,13 @@ def live_nbytes(tasks: Tasks, arrays: Arrays, order: Sequence[int]) -> int:
         if not nbytes or task in returned:
             continue
         is_result = tasks.roles[task] == Role.NAME
-        change[at[tasks.started(tasks.reads[task][0])] if is_result else at[task]] += nbytes
+        begin = at[tasks.started(tasks.reads[task][0])] if is_result else at[task]
+        change[begin] += nbytes
         change[last[task] + 1] -= nbytes
         over = arrays.written_over[task]
-        if any(last[read] == at[task] and arrays.nbytes[read] == nbytes for read in over):
-            change[at[task]] -= nbytes
-            change[at[task] + 1] += nbytes
+        if any(last[read] == begin and arrays.nbytes[read] == nbytes for read in over):
+            change[begin] -= nbytes
+            change[begin + 1] += nbytes
     most = live = 0
     for step in change:
         live += step

@@ -1,9 +1,10 @@
-"""The rows from which their maximum is taken away, which XLA's GPU compiler writes by a Triton kernel of their own.
+"""The rows from which their maximum or mean is taken away, which XLA's GPU compiler writes by a Triton kernel.
 
-A softmax begins so: the kernel reads a row once, finds its maximum and subtracts it. Kernels of the same kind may
-compute that again, as long as they do what Triton does: work on elements, and sums and maxima along rows. Where another
-kernel needs it, it is written: one that picks the label of each row, as cross-entropy does, scatters or adds up all
-rows at once. Logits are then in memory in the dtype of the loss, from the forward pass to their gradient.
+A softmax and a normalisation begin so: the kernel reads a row once, finds its maximum and subtracts it. It does not add
+up the parts of a product: their sum is written for it. Kernels of the same kind may compute the rows again, as long as
+they do what Triton does: work on elements, and sums and maxima along rows. Where another kernel needs it, it is
+written: one that picks the label of each row, as cross-entropy does, scatters or adds up all rows at once. Logits are
+then in memory in the dtype of the loss, from the forward pass to their gradient.
 
 Reference: SoftmaxRewriterTriton (xla/service/gpu/transforms/softmax_rewriter_triton.cc), which found no row faster to
 compute without it in any program tried; PriorityFusion's CanFuseTriton; jaxlib 0.10.
@@ -24,12 +25,11 @@ def apart(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> 
 
     `readers` are those of every operation that some output needs.
     """
-    begun = [i for i, o in enumerate(operations) if o.name == "subtract" and _is_diamond(operations, readers, i)]
-    if not begun:
+    if not (begun := begun_by(operations, readers)):
         return frozenset()
     picked = _picked(operations, readers)
     ends, rows = set[int](), set(begun)
-    for index in range(begun[0], len(operations)):
+    for index in range(min(begun), len(operations)):
         if index not in rows:
             continue
         behind = readers[index]
@@ -42,39 +42,59 @@ def apart(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> 
     return frozenset(ends)
 
 
-def _is_diamond(operations: Sequence[Operation], readers: Sequence[Sequence[int]], root: int) -> bool:
-    """Whether an operation on rows takes the maximum of each from it, both read for this alone."""
+def begun_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The operations that take the maximum or the mean of rows from them -> what finds that."""
+    roots = (i for i, o in enumerate(operations) if o.name == "subtract")
+    begun = {root: _found_by(operations, readers, root) for root in roots}
+    return {root: reduce for root, reduce in begun.items() if reduce >= 0}
+
+
+def _found_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]], root: int) -> int:
+    """The maximum or the mean of rows that an operation takes from each, both read for this alone; else -1."""
     if len(operations[root].operands) != 2:
-        return False
+        return -1
     minuend, subtrahend = operations[root].operands
     broadcast = _before(operations, readers, subtrahend, "broadcast")
     if broadcast < 0 or len(readers[broadcast]) > 1:
-        return False
+        return -1
     spread = operations[broadcast]
     if len(spread.shape) - 1 in cast("Shape", spread.tag):
-        return False
+        return -1
     reduce = _before(operations, readers, spread.operands[0], "reduce")
-    if reduce < 0 or len(readers[reduce]) > 1 or operations[reduce].name != "reduce-max":
-        return False
+    if reduce < 0 or len(readers[reduce]) > 1 or operations[reduce].name not in ("reduce-max", "reduce-sum"):
+        return -1
     (rows,) = operations[reduce].operands
     _, reduced = cast("tuple[str, Shape]", operations[reduce].tag)
     if tuple(reduced) != (len(operations[rows].shape) - 1,):
-        return False
-    while minuend != rows and operations[minuend].kind == "bitcast":
+        return -1
+    while minuend != rows and _is_view(operations[minuend]):
         (minuend,) = operations[minuend].operands
-    while minuend != rows and operations[rows].kind == "bitcast":
+    while minuend != rows and _is_view(operations[rows]):
         (rows,) = operations[rows].operands
-    return minuend == rows
+    return reduce if minuend == rows else -1
+
+
+def _is_view(operation: Operation) -> bool:
+    """Whether an operation is another one's elements in another shape or dtype."""
+    return operation.kind == "bitcast" or operation.is_conversion
 
 
 def _before(operations: Sequence[Operation], readers: Sequence[Sequence[int]], index: int, kind: str) -> int:
     """The operation of a kind that one follows from alone, by others that nothing else reads; -1 if there is none."""
     while operations[index].kind != kind:
         operation = operations[index]
-        if operation.kind not in (*ELEMENTWISE, "bitcast") or len(operation.operands) != 1 or len(readers[index]) > 1:
+        read = [o for o in operation.operands if not _is_number(operations, o)]
+        if operation.kind not in (*ELEMENTWISE, "bitcast") or len(read) != 1 or len(readers[index]) > 1:
             return -1
-        (index,) = operation.operands
+        (index,) = read
     return index
+
+
+def _is_number(operations: Sequence[Operation], index: int) -> bool:
+    """Whether an operation is the same number everywhere."""
+    operation = operations[index]
+    source = operations[operation.operands[0]] if operation.kind == "broadcast" else operation
+    return source.kind == "literal"
 
 
 def _picked(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> set[int]:

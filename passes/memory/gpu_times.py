@@ -11,7 +11,7 @@ that PriorityFusion takes in last, as of jaxlib 0.10.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 from passes.ir import item_nbytes
@@ -23,6 +23,11 @@ FUSIBLE = frozenset(
     {"elementwise", "expensive", "broadcast", "iota", "bitcast", "transpose", "rearrange", "gather", "literal"}
 )
 """Kinds that are computed where they are read."""
+
+SUM, COPY = "sum", "copy in another order"
+"""The names of the sum of a product's parts, which no kernel of Triton's computes where it reads it, and of what brings
+dimensions into another order in memory: it reads element by element, and so it is written where it has more than one
+reader, or what follows from it alone is."""
 
 APART = 0.05
 """The share of computing, or of reading and writing, that does not happen beside the other: one less XLA's
@@ -39,9 +44,10 @@ class Times:
     """The kernels of operations while it is decided which of them are `written`, given the `readers` of each; those
     that are `is_fixed` have to be.
 
-    `steps` are the bytes that memory moves while all multiprocessors compute an element, `gains` about those that are
-    not moved where an operation is computed by all that read it. XLA begins with what gains most: of what comes before
-    an operation of which it is decided, what gains more is computed already, what gains less is read from memory.
+    Kernels of `rows` read the sums of `parts` of products from memory. `steps` are the bytes that memory moves while
+    all multiprocessors compute an element, `gains` about those that are not moved where an operation is computed by all
+    that read it. XLA begins with what gains most: of what comes before an operation of which it is decided, what gains
+    more is computed already, what gains less is read from memory.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Times:
         self.sizes = [operation.size for operation in operations]
         self.takes = [operation.kind in FUSIBLE and operation.kind != "literal" for operation in operations]
         self.sums = [operation.kind == "reduce" for operation in operations]
+        self.rows, self.parts = set[int](), bytearray(len(operations))
         self.steps = [self._step_nbytes(index) for index in range(len(operations))]
         self.gains = [self._gained_nbytes(index) for index in range(len(operations))]
 
@@ -67,11 +74,20 @@ class Times:
             return self.arithmetic.step_nbytes(RAGGED)
         return self.arithmetic.step_nbytes(operation.name) if operation.kind in (*ELEMENTWISE, "reduce") else 0.0
 
-    def _gained_nbytes(self, index: int) -> int:
+    def _gained_nbytes(self, index: int) -> float:
         operation = self.operations[index]
         sources = [self.operations[o] for o in set(operation.operands)]
         read = sum(source.nbytes for source in sources if source.kind not in UNREAD)
-        return read + operation.nbytes + len(self.readers[index]) * (operation.nbytes - read)
+        times = sum(self._idle(reader) for reader in self.readers[index])
+        return read + operation.nbytes + times * (operation.nbytes - read)
+
+    def _idle(self, reader: int) -> float:
+        """The times that an operation reads more slowly than memory could, since few blocks do it."""
+        operation = self.operations[reader]
+        if operation.kind != "reduce" or operation.name not in ADDED:
+            return 1.0
+        blocks = blocks_of(operation, self.operations[operation.operands[0]], narrow=True)
+        return max(1.0, self.arithmetic.bytes_per_second / (max(1, blocks) * self.arithmetic.block_bytes_per_second))
 
     def is_slow(self, root: int) -> bool:
         """Whether a kernel sums with fewer blocks than there are multiprocessors."""
@@ -104,15 +120,25 @@ class Times:
         before; the kernel reads the operation `alone` from memory.
         """
         work, read = self._inside(root, undecided, alone)
+        return self.nbytes(root, work, read, self.operations[root].nbytes)
+
+    def nbytes(self, root: int, work: float, read: Mapping[tuple[int, int], float], written_nbytes: int) -> float:
+        """The bytes that memory moves in the time of a kernel with the blocks of this root."""
         described = self.operations[root]
         first = self.operations[described.operands[0]] if described.operands else described
         narrow = any(self.items[o] < WIDE for _, o in read)
         blocks = blocks_of(described, first, narrow=narrow)
         once = [self.operations[o].nbytes for _, o in read]
         every = [elements * self.items[o] for (_, o), elements in read.items()]
-        moved = read_nbytes(self.arithmetic, blocks, once, every) + described.nbytes
+        moved = read_nbytes(self.arithmetic, blocks, once, every) + written_nbytes
         work *= self.arithmetic.cores / max(1, min(blocks, self.arithmetic.cores))
         return max(moved, work) + APART * min(moved, work)
+
+    def contents(self, root: int) -> tuple[float, dict[tuple[int, int], int]]:
+        """The bytes that memory moves while all multiprocessors compute a kernel's operations once all is decided, and
+        the elements that it reads.
+        """
+        return self._inside(root, -1, -1)
 
     def _inside(self, root: int, undecided: int, alone: int) -> tuple[float, dict[tuple[int, int], int]]:
         """The bytes that memory moves while all multiprocessors compute a kernel's operations, and the elements that it
@@ -121,14 +147,19 @@ class Times:
         operations, sizes, steps, gains = self.operations, self.sizes, self.steps, self.gains
         computed, pending = {root: sizes[root]}, [-root]
         work, read, gained = 0.0, dict[tuple[int, int], int](), gains[undecided]
+        is_rows = root in self.rows
         while pending:
             index = -heapq.heappop(pending)
             elements, operands = computed[index], operations[index].operands
             if self.sums[index]:
                 elements = sizes[operands[0]]
+            elif operations[index].name == SUM:
+                elements *= sizes[operands[0]] // sizes[index]
             work += steps[index] * elements
             for o in operands:
                 is_inside = self.takes[o] and o != alone and not self.written[o] and not self.is_fixed[o]
+                if is_rows and self.parts[o]:
+                    is_inside = False
                 if is_inside and (o >= undecided or gains[o] > gained or len(self.readers[o]) == 1):
                     if o not in computed:
                         heapq.heappush(pending, -o)

@@ -119,7 +119,7 @@ class _Allocation:
             self.names[operation] = self._name(operation)
             for read in self.kernels[operation].reads:
                 self.readers.setdefault(self.names[read], []).append(operation)
-        self.last = {name: self.at[readers[-1]] for name, readers in self.readers.items()}
+        self.last = {name: self._end(readers[-1]) for name, readers in self.readers.items()}
         self.placed = self._placed({self.names[output] for output in program.outputs})
         self.copied = self._copied({self.names[program.outputs[o]]: program.inputs[i] for o, i in carried.items()})
 
@@ -155,8 +155,8 @@ class _Allocation:
         return copied
 
     def _by_order(self, reader: int, after: int) -> bool:
-        """Whether one kernel runs before another."""
-        return self.at[reader] < self.at[after]
+        """Whether one kernel runs before another, or is one with it."""
+        return self.at[reader] < self.at[after] or after in self.kernels[reader].joint
 
     def _by_need(self, readers: Mapping[int, Sequence[int]]) -> Callable[[int, int], bool]:
         """The function that says of one of the readers of carries whether another kernel needs it."""
@@ -179,7 +179,7 @@ class _Allocation:
             if self.names[operation] != operation or operation in self.placed or described.kind == "input":
                 continue
             holder = self._written_over(operation, holders)
-            last = self.last.get(operation, self.at[operation])
+            last = self.last.get(operation, self._end(operation))
             if described.kind == "result" and (made_by := self.names[described.operands[0]]) in self.last:
                 self.last[made_by] = max(self.last[made_by], last)  # its addresses are kept as long as what is there
             holders[operation] = holder
@@ -242,8 +242,16 @@ class _Allocation:
         return [*over, *described.operands[:1]] if scatters else over
 
     def _first(self, operation: int) -> int:
+        """The kernel that writes a result, the first of those that are one."""
         described = self.operations[operation]
-        return self.at[described.operands[0] if described.kind == "result" else operation]
+        joint = self.kernels[operation].joint
+        return min(self.at[o] for o in joint) if joint else self.at[_maker(described, operation)]
+
+    def _end(self, operation: int) -> int:
+        """The last of the kernels that are one with that which writes a result."""
+        described = self.operations[operation]
+        joint = self.kernels[operation].joint
+        return max(self.at[o] for o in joint) if joint else self.at[_maker(described, operation)]
 
     def _written_over(self, operation: int, holders: Mapping[int, int]) -> int:
         """The operation in whose buffer a result is written: that of an operand, or its own.
@@ -255,7 +263,9 @@ class _Allocation:
         for read in self._over(operation):
             name = self.names.get(read, -1)
             holder = holders.get(name)
-            if holder is not None and self.last[holder] == self._first(operation) and (is_tied or name == read):
+            if holder is None or name in self.kernels[operation].joint:
+                continue
+            if self.last[holder] == self._end(operation) and (is_tied or name == read):
                 return holder
         return operation
 
@@ -264,14 +274,23 @@ class _Allocation:
         return any(self.operations[reader].kind == "loop" for reader in self.readers.get(operation, ()))
 
     def _over(self, operation: int) -> list[int]:
-        """The operands of its own shape and dtype that an operation may be written over."""
-        described = self.operations[operation]
+        """The operands of its own shape and dtype that an operation may be written over: none that another of kernels
+        that are one reads elsewhere than where it writes.
+        """
+        described, kernel = self.operations[operation], self.kernels[operation]
         if described.kind in ("carry", "update"):
             over: Sequence[int] = described.operands[:1]
         else:
-            over = [o for o in self.kernels[operation].over if not self._is_passed_on(o)]
+            others = [self.kernels[o] for o in kernel.joint]
+            read = {o for other in others for o in other.reads if o not in other.over}
+            over = [o for o in kernel.over if o not in read and not self._is_passed_on(o)]
         return [
             o
             for o in over
             if (self.operations[o].shape, self.operations[o].dtype) == (described.shape, described.dtype)
         ]
+
+
+def _maker(operation: Operation, index: int) -> int:
+    """The operation whose kernel writes a result."""
+    return operation.operands[0] if operation.kind == "result" else index

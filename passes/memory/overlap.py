@@ -9,7 +9,7 @@ prefers, in this order:
     what has most time of collectives before it
     what takes about as long as the collective that is under way still does, or whatever else is awaited
     what reads an array that a collective makes
-    what most arrays have as their only reader
+    what most arrays wait for alone, all their other readers being placed
     the later in the order that it starts from (passes/memory/gpu_schedules.py)
 
 So what only later collectives need, as the products that make gradients of weights do, fills the time of those that are
@@ -25,6 +25,7 @@ IsSupportedForModule, as of jaxlib 0.10.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from passes.memory.device_program import DeviceProgram
@@ -38,7 +39,7 @@ HOP = 1.0
 
 Kind = tuple[float, int, int]
 """What tasks that are equal but for their positions have in common: cost, whether they read what a collective makes,
-and the arrays that have no other reader."""
+and the arrays that wait for no other reader."""
 
 
 def schedule(program: DeviceProgram, kernels: Sequence[Kernel], *, hides: bool = True) -> list[int]:
@@ -49,12 +50,13 @@ def schedule(program: DeviceProgram, kernels: Sequence[Kernel], *, hides: bool =
     tasks = tasks_of(program, kernels)
     order = ordered(program, kernels, tasks)
     if hides and Role.START in tasks.roles:
-        order = _Backwards(tasks, order, *_estimates(program, kernels, tasks)).run()
+        loops = frozenset(task for task, o in enumerate(tasks.operations) if o in program.sending)
+        order = _Backwards(tasks, order, *_estimates(program, kernels, tasks), loops).run()
     made: list[int] = []
     for task in order:
-        if tasks.roles[task] != Role.END:
+        if tasks.roles[task] != Role.END and task not in tasks.joint:
             operation = tasks.operations[task]
-            made.extend((operation, *tasks.transposed.get(operation, ())))
+            made.extend((operation, *tasks.beside.get(operation, ())))
     inputs = [o for o in made if o >= 0 and program.operations[o].kind == "input"]
     return [*inputs, *(o for o in made if o >= 0 and program.operations[o].kind != "input")]
 
@@ -65,7 +67,8 @@ def _estimates(program: DeviceProgram, kernels: Sequence[Kernel], tasks: Tasks) 
     costs, latencies = [0.0] * len(tasks), [0.0] * len(tasks)
     for task, (o, role) in enumerate(zip(tasks.operations, tasks.roles, strict=True)):
         if role == Role.RUN:
-            costs[task] = microseconds(by_operation[o], operations)
+            made = [o, *(other for other in tasks.beside.get(o, ()) if other in by_operation[o].joint)]
+            costs[task] = microseconds([by_operation[m] for m in made], operations)
         elif role in (Role.START, Role.END):
             costs[task] = KERNEL
         if role == Role.END:
@@ -81,15 +84,25 @@ class _Backwards:
     """The tasks not yet placed, from the end.
 
     `ready_at` is the time from which a task may be placed. What is ready is in one of `names`, `ends` and `starts`, or
-    among the other tasks in `kinds`, by depth and kind, the last in the given order first; `pending` are those to come.
+    among the other tasks in `kinds`, by depth and kind, in the given order; `pending` are those to come. `kind_of` has
+    the kind of each of those tasks.
+    A loop that is `sending` inside is one of the ends: nothing may be under way beside it.
     """
 
-    def __init__(self, tasks: Tasks, order: Sequence[int], costs: Sequence[float], latencies: Sequence[float]) -> None:
-        self.tasks, self.costs, self.latencies = tasks, costs, latencies
+    def __init__(
+        self,
+        tasks: Tasks,
+        order: Sequence[int],
+        costs: Sequence[float],
+        latencies: Sequence[float],
+        sending: frozenset[int],
+    ) -> None:
+        self.tasks, self.costs, self.latencies, self.sending = tasks, costs, latencies, sending
         self.position = [0] * len(tasks)
         for position, task in enumerate(order):
             self.position[task] = position
         self.waiting = [len(readers) for readers in tasks.readers]
+        self.placed = bytearray(len(tasks))
         self.depth, self.reads_end = self._depths()
         self.alone = [sum(len(tasks.readers[read]) == 1 for read in reads) for reads in tasks.reads]
         self.now, self.under_way = 0.0, False
@@ -99,6 +112,7 @@ class _Backwards:
         self.starts: list[int] = []
         self.pending: list[tuple[float, int]] = []
         self.kinds: dict[float, dict[Kind, list[tuple[int, int]]]] = {}
+        self.kind_of: dict[int, Kind] = {}
         self.awaited: list[float] = []
 
     def _depths(self) -> tuple[list[float], bytearray]:
@@ -150,9 +164,22 @@ class _Backwards:
             if self.tasks.roles[task] == Role.START:
                 self.starts.append(task)
                 continue
-            kind = (self.costs[task], self.reads_end[task], self.alone[task])
-            members = self.kinds.setdefault(self.depth[task], {}).setdefault(kind, [])
-            heapq.heappush(members, (-self.position[task], task))
+            self._add(task)
+
+    def _add(self, task: int) -> None:
+        """Adds a task to those of its kind."""
+        kind = self.kind_of[task] = (self.costs[task], self.reads_end[task], self.alone[task])
+        insort(self.kinds.setdefault(self.depth[task], {}).setdefault(kind, []), (self.position[task], task))
+
+    def _remove(self, task: int) -> None:
+        """Removes a task from those of its kind."""
+        kind, kinds = self.kind_of.pop(task), self.kinds[self.depth[task]]
+        members = kinds[kind]
+        del members[bisect_left(members, (self.position[task], task))]
+        if not members:
+            del kinds[kind]
+        if not kinds:
+            del self.kinds[self.depth[task]]
 
     def _of_kind(self, depth: float) -> int:
         """The task of a depth to place."""
@@ -161,19 +188,16 @@ class _Backwards:
 
         def rank(kind: Kind) -> tuple[float, int, int, int]:
             cost, reads_end, alone = kind
-            return (0.0 if gap is None else abs(gap - cost), -reads_end, -alone, kinds[kind][0][0])
+            return (0.0 if gap is None else abs(gap - cost), -reads_end, -alone, -kinds[kind][-1][0])
 
-        chosen = min(kinds, key=rank)
-        _, task = heapq.heappop(kinds[chosen])
-        if not kinds[chosen]:
-            del kinds[chosen]
-        if not kinds:
-            del self.kinds[depth]
+        _, task = kinds[min(kinds, key=rank)][-1]
+        self._remove(task)
         return task
 
     def _place(self, task: int) -> None:
         """Places a task before all that were placed, and releases what it alone waited for."""
         tasks, role = self.tasks, self.tasks.roles[task]
+        self.placed[task] = True
         self.ready_at[task] = self._from(task, self.now)
         self.now = self.ready_at[task] + self.costs[task]
         if role in (Role.START, Role.END):
@@ -184,6 +208,17 @@ class _Backwards:
             self.waiting[read] -= 1
             if not self.waiting[read]:
                 self._release(read, self._from(read, self.now))
+            elif self.waiting[read] == 1:
+                self._is_awaited_alone(read)
+
+    def _is_awaited_alone(self, read: int) -> None:
+        """Counts an array for the only one of its readers that is not placed."""
+        (reader,) = (reader for reader in self.tasks.readers[read] if not self.placed[reader])
+        if is_ready := reader in self.kind_of:
+            self._remove(reader)
+        self.alone[reader] += 1
+        if is_ready:
+            self._add(reader)
 
     def _from(self, task: int, earliest: float) -> float:
         """The time from which a task may be placed, after all its readers."""
@@ -193,13 +228,11 @@ class _Backwards:
     def _release(self, task: int, time: float) -> None:
         """Adds a task that nothing waits for any more."""
         self.ready_at[task] = time
-        match self.tasks.roles[task]:
-            case Role.NAME:
-                self.names.append(task)
-                return
-            case Role.END:
-                self.ends.append(task)
-            case _:
-                heapq.heappush(self.pending, (time, task))
+        if self.tasks.roles[task] == Role.NAME:
+            self.names.append(task)
+        elif self.tasks.roles[task] == Role.END or task in self.sending:
+            self.ends.append(task)
+        else:
+            heapq.heappush(self.pending, (time, task))
         if time > self.now:
             heapq.heappush(self.awaited, time)

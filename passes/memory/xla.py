@@ -161,6 +161,12 @@ class _Run:
     tables: int
 
     @property
+    def sends(self) -> bool:
+        """Whether there are collectives in the region, or in a loop of it."""
+        program = self.program
+        return bool(program.sending) or any(operation.kind == "collective" for operation in program.operations)
+
+    @property
     def nbytes(self) -> int:
         return int(_live(connected(self.spans), len(self.moments.sources)).max(initial=0))
 
@@ -195,6 +201,7 @@ class _Region:
             summed=self.compiler.summed,
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
+        program = replace(program, sending=self._sending(program))
         kernels = self.compiler.fuse(program.operations, program.outputs)
         if copies := self.compiler.copies:
             program, kernels = copies(program, kernels)
@@ -231,6 +238,11 @@ class _Region:
             program=program,
             tables=count(program, kernels, allocation) + sum(inner.tables for inner in self.inside.values()),
         )
+
+    def _sending(self, program: DeviceProgram) -> frozenset[int]:
+        """The loops of the program in whose bodies there are collectives."""
+        loops = (o for o, operation in enumerate(program.operations) if operation.kind == "loop")
+        return frozenset(o for o in loops if self.inside[program.operations[o].node].sends)
 
     def _spans(
         self,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from passes.memory.device_program import DeviceProgram
-from passes.memory.fusion import Kernel
 from passes.memory.gpu_blocks import COLUMN
-from passes.memory.gpu_fusion import COPY, fuse
+from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_orders import copied
-from passes.memory.gpu_tasks import copies, tasks_of
+from passes.memory.gpu_times import COPY
 from passes.memory.operations import Operation, Shape
 from tests.passes.memory.device_programs import operation
 
@@ -126,12 +124,12 @@ def test_weights_are_updated_in_the_order_of_a_gradient_that_was_reduced_and_cop
     changed, place = copied(every, outputs)
     copies_made = [changed[place[output]] for output in outputs]
     assert all((held.kind, held.name) == ("opaque", COPY) for held in copies_made)
-    (momentum, weights), (after, before) = (held.operands for held in copies_made)
+    (momentum,), (weights,) = (held.operands for held in copies_made)
     assert (changed[momentum].name, changed[weights].name) == ("add", "subtract")
-    assert (after, before) == (weights, momentum), "each copy waits for both"
     assert changed[weights].operands == (place[0], momentum)
-    written = {kernel.operation for kernel in fuse(changed, [place[output] for output in outputs])}
-    assert written >= {momentum, weights, *(place[output] for output in outputs)}
+    kernels = {kernel.operation: kernel for kernel in fuse(changed, [place[output] for output in outputs])}
+    assert kernels.keys() >= {momentum, weights, *(place[output] for output in outputs)}
+    assert kernels[momentum].joint == kernels[weights].joint == (momentum, weights), "copied once both are there"
 
 
 def test_a_products_own_kernel_transposes_the_gradient_that_it_makes():
@@ -139,26 +137,6 @@ def test_a_products_own_kernel_transposes_the_gradient_that_it_makes():
     changed, place = copied(every, outputs)
     assert len(changed) == len(every)
     assert place == list(range(len(every)))
-
-
-def test_a_copy_is_made_by_the_kernel_that_makes_as_much_of_the_same_array():
-    shape = (HEADS, TOKENS)
-    every = [
-        operation("input", shape=shape, tag=0),
-        operation("dot", 0, 0, shape=shape, tag=MERGED),
-        operation("rearrange", 1, shape=shape, name=COPY),
-        operation("dot", 2, 0, shape=shape, tag=MERGED),
-        operation("dot", 0, 0, shape=shape, tag=(*MERGED, 1)),
-        operation("elementwise", 1, 4, shape=shape, name="multiply"),
-    ]
-    kernels = [Kernel(operation=o, reads=held.operands, over=()) for o, held in enumerate(every)]
-    assert copies(every, kernels) == {2: 5}
-    tasks = tasks_of(DeviceProgram(operations=every, inputs=(0,), constants=(), outputs=(3, 5)), kernels)
-    at = {made: task for task, made in enumerate(tasks.operations) if made >= 0}
-    assert at[4] < at[2] < at[5], "the copy is made when all that its kernel reads is there, and the other beside it"
-    assert at[2] < at[3]
-    behind = operation("elementwise", 1, 3, shape=shape, name="multiply")
-    assert not copies([*every[:5], behind], [*kernels[:5], Kernel(operation=5, reads=(1, 3), over=())])
 
 
 @pytest.mark.parametrize(("rows", "columns", "is_written"), [(COLUMN, 2**15, False), (COLUMN, 2**7, True)])

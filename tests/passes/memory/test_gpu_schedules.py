@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_layouts import viewed
 from passes.memory.gpu_schedules import arrays_of, depth_first, greedy, live_nbytes, ordered, post_order, spread
 from passes.memory.gpu_tasks import Role, Tasks, tasks_of
+from passes.memory.gpu_times import COPY
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from tests.passes.memory.device_programs import TABLE, drawn, operation, program
@@ -102,7 +104,7 @@ def test_a_kernel_that_takes_as_long_as_a_collective_fills_its_time() -> None:
     ]
     described = program(every, (5,))
     kernels = kernels_of(described)
-    short, long = (microseconds(kernel, every) for kernel in kernels if kernel.operation in (3, 4))
+    short, long = (microseconds([kernel], every) for kernel in kernels if kernel.operation in (3, 4))
     moved = every[0].nbytes + every[1].nbytes
     assert abs(collective_microseconds(moved) - short) < abs(collective_microseconds(moved) - long)
     order = schedule(described, kernels)
@@ -120,12 +122,46 @@ def test_costs_are_times() -> None:
         Operation("dot", (0, 0), SQUARE, "float32", -1, tag=MATRIX),
     ]
     kernels = [Kernel(operation=o, reads=(0,), over=()) for o in (1, 2, 3, 5, 6)]
-    loop, library, narrow, widened, wide = (microseconds(kernel, every) for kernel in kernels)
+    loop, library, narrow, widened, wide = (microseconds([kernel], every) for kernel in kernels)
     assert loop == pytest.approx(2 * every[0].nbytes / 3.35e6)
     assert library == 10.0
-    assert narrow == pytest.approx(4 + 2 * 1024**3 / 5e8)
+    assert narrow == pytest.approx(2 * 1024**3 / 5e8)
     assert wide == pytest.approx(6 + 2 * 1024**3 / 2.1e8)
     assert widened > 10 * wide
+
+
+def test_copies_take_no_time_and_parts_are_all_that_is_read() -> None:
+    part = (128, 128)
+    every = [
+        operation("input", shape=SQUARE, tag=0),
+        operation("opaque", 0, shape=SQUARE, tag=(COPY, 0)),
+        operation("opaque", 0, shape=part, tag=("slice", 0)),
+        Operation("input", (), part, "bfloat16", -1, tag=1),
+        Operation("dot", (3, 3), part, "bfloat16", -1, tag=MATRIX),
+        operation("elementwise", 0, shape=SQUARE, name="exponential"),
+        operation("reduce", 5, shape=SQUARE[1:], tag=("reduce-sum", (0,))),
+    ]
+    kernels = [Kernel(operation=o, reads=every[o].operands[:1], over=()) for o in (1, 2, 4, 5, 6)]
+    copy, cut, short, loop, columns = (microseconds([kernel], every) for kernel in kernels)
+    assert copy == 0.01
+    assert cut == pytest.approx(2 * every[2].nbytes / 3.35e6)
+    assert short == pytest.approx(2 * 128**3 / (1.64e5 * 128))
+    assert columns > loop, "few blocks read slowly"
+    both = microseconds(kernels[3:], every)
+    assert both > columns
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_nothing_is_under_way_beside_a_loop_that_sends(sends: bool) -> None:
+    every = [
+        operation("input", shape=SQUARE, tag=0),
+        Operation("collective", (0,), (2048, 4096), "float32", -1, tag=GATHER),
+        operation("loop", 0, shape=(0,), tag=7),
+        operation("opaque", 1, 2, name="join"),
+    ]
+    described = replace(program(every, (3,)), sending=frozenset({2} if sends else ()))
+    order = schedule(described, [Kernel(operation=o, reads=made.operands, over=()) for o, made in enumerate(every)])
+    assert order == ([0, 2, 1, 3] if sends else [0, 1, 2, 3])
 
 
 def test_products_read_transposed_matrices_as_other_views() -> None:
@@ -171,7 +207,7 @@ def test_columns_for_rows_of_a_product_are_no_task_and_stand_behind_it() -> None
     described = program(every, (3, 5))
     kernels = [Kernel(operation=o, reads=made.operands, over=()) for o, made in enumerate(every)]
     tasks = tasks_of(described, kernels)
-    assert tasks.transposed == {1: [2]}
+    assert tasks.beside == {1: [2]}
     assert 2 not in tasks.operations
     assert 4 in tasks.operations
     order = schedule(described, kernels)

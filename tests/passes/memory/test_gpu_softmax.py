@@ -72,3 +72,19 @@ def test_other_differences_are_computed_where_they_are_read(reason: str) -> None
         picked.append(operation("elementwise", 3, name="negate"))
         outputs = (12, 13)
     assert 5 not in written(picked, *outputs)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_the_parts_of_a_product_are_added_up_before_the_mean_of_rows_is_taken_from_them(centred: bool) -> None:
+    """Triton's kernel for that does not add them up; loops do."""
+    every = [
+        operation("input", shape=(4, *TABLE), tag=0),
+        operation("rearrange", 0, shape=TABLE, name="sum"),
+        operation("reduce", 1, name="reduce-sum"),
+        operation("literal", shape=(), tag=("float", 1 / 96)),
+        operation("broadcast", 3, shape=ROWS, tag=()),
+        operation("elementwise", 2, 4, name="multiply"),
+        operation("broadcast", 5, shape=TABLE, tag=(0,)),
+        operation("elementwise", 1, 6, shape=TABLE, name="subtract" if centred else "add"),
+    ]
+    assert (1 in written(every, 7)) == centred

@@ -67,3 +67,30 @@ def test_what_is_widened_is_computed_by_all_that_read_it_and_a_large_sum_before_
     written = {kernel.operation for kernel in fuse(every, (6, 8, 10, 11))}
     assert (4 in written) == (tokens > 2**15)
     assert 5 not in written
+
+
+@pytest.mark.parametrize(("columns", "is_written"), [(2**15, True), (16, False)])
+def test_the_logarithm_of_each_row_is_computed_once_where_rows_are_long(columns: int, is_written: bool) -> None:
+    shape: Shape = (2048, columns)
+    every = [
+        operation("input", shape=shape, tag=0),
+        operation("input", shape=shape[:1], tag=1),
+        operation("expensive", 1, shape=shape[:1], name="log"),
+        operation("broadcast", 2, shape=shape, tag=(0,)),
+        operation("elementwise", 0, 3, shape=shape, name="subtract"),
+    ]
+    assert (2 in {kernel.operation for kernel in fuse(every, (4,))}) == is_written
+
+
+def test_what_few_blocks_read_gains_less() -> None:
+    def gained(columns: int) -> float:
+        shape: Shape = (128, columns)
+        every = [
+            *(operation("input", shape=shape, tag=i) for i in range(2)),
+            operation("elementwise", 0, 1, shape=shape, name="multiply"),
+            operation("reduce", 2, shape=(columns,), tag=("reduce-sum", (0,))),
+        ]
+        readers = ((2,), (2,), (3,), ())
+        return Times(every, readers, bytes(4), bytes(4), H100).gains[2] / every[2].nbytes
+
+    assert gained(512) < gained(2**15) == 2.0

@@ -8,7 +8,6 @@ import pytest
 
 from passes.memory.gpu_collectives import combined
 from passes.memory.gpu_fusion import fuse
-from passes.memory.gpu_tasks import copies
 from passes.memory.gpu_weights import AGAIN, laid_out
 from passes.memory.operations import Operation, Shape
 from tests.passes.memory.device_programs import operation
@@ -34,20 +33,21 @@ def layers(window: Shape = (1, 1), result: Shape = IMAGES) -> list[Operation]:
         operation("opaque", 3, 5, shape=result, tag=("convolution", 2)),
         operation("opaque", 1, 3, shape=kernel, tag=("convolution", 3)),
         operation("collective", 7, shape=kernel, tag=REDUCED),
-        operation("elementwise", 0, 8, shape=kernel, name="subtract"),
+        operation("elementwise", 8, shape=kernel, name="negate"),
+        operation("elementwise", 0, 9, shape=kernel, name="add"),
     ]
 
 
-def waiting(operations: Sequence[Operation], first: int, other: int) -> bool:
-    """Whether one kernel waits for another."""
-    return copies(operations, fuse(operations, (6, 9))).get(first) == other
+def joint(operations: Sequence[Operation], *outputs: int) -> set[tuple[int, ...]]:
+    """What kernels of several arrays write."""
+    return {kernel.joint for kernel in fuse(operations, outputs)} - {()}
 
 
 def test_the_gradient_of_points_reads_weights_that_are_converted_once_more() -> None:
     changed = laid_out(layers())
     assert changed[5].name == AGAIN
     assert changed[5].operands == (0,)
-    assert waiting(changed, 5, 9)
+    assert joint(changed, 6, 10) == {(5, 10)}
 
 
 @pytest.mark.parametrize(("window", "result"), [((3, 3), IMAGES), ((1, 1), (8, 8, 8, 16))])
@@ -57,7 +57,7 @@ def test_the_gradient_over_a_window_or_a_stride_reads_the_weights_of_the_forward
     changed = laid_out(layers(window, result))
     assert changed[4].kind == "bitcast"
     assert changed[5] == layers(window, result)[5]
-    assert not copies(changed, fuse(changed, (6, 9)))
+    assert all(10 not in group for group in joint(changed, 6, 10))
 
 
 def test_weights_that_are_not_converted_are_read_as_they_are() -> None:
@@ -74,19 +74,19 @@ def test_reversed_weights_that_something_else_reads_stay_a_copy() -> None:
 def test_an_update_that_waits_for_the_gradient_of_images_is_another_kernel() -> None:
     every = layers()
     clipped = operation("reduce", 6, shape=(), tag=("reduce-sum", (0, 1, 2, 3)))
-    norm = operation("broadcast", 9, shape=every[9].shape)
-    changed = laid_out([*every[:9], clipped, norm, every[9]._replace(operands=(0, 8, 10))])
+    norm = operation("broadcast", 9, shape=every[10].shape)
+    changed = laid_out([*every[:9], clipped, norm, every[10]._replace(operands=(0, 8, 10))])
     assert changed[5].name == AGAIN
-    assert not copies(changed, fuse(changed, (6, 11)))
+    assert all(11 not in group for group in joint(changed, 6, 11))
 
 
 def test_gradients_of_weights_that_wait_for_each_other_in_that_way_are_not_sent_as_one() -> None:
     every = laid_out(layers())
     earlier = operation("opaque", 1, 6, shape=(1, 1, 16, 16), tag=("convolution", 4))
-    sent = operation("collective", 10, shape=earlier.shape, tag=REDUCED)
+    sent = operation("collective", 11, shape=earlier.shape, tag=REDUCED)
     both = [*every, earlier, sent]
-    joined, place = combined(both, (9, 11))
-    assert {joined[place[8]].kind, joined[place[11]].kind} == {"collective"}
+    joined, place = combined(both, (10, 12))
+    assert {joined[place[8]].kind, joined[place[12]].kind} == {"collective"}
     apart = [*every[:5], every[5]._replace(tag=("slice", 0)), *every[6:], earlier, sent]
-    joined, place = combined(apart, (9, 11))
-    assert {joined[place[8]].kind, joined[place[11]].kind} == {"rearrange"}  # cuts of one
+    joined, place = combined(apart, (10, 12))
+    assert {joined[place[8]].name, joined[place[12]].name} == {"slice"}
