@@ -17,18 +17,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from passes.cluster import Mesh
-from passes.ir import Graph, Phase
-from passes.layers import layer_names
+from passes.ir import Graph
+from passes.memory.buffer_origins import Made, Origins, holder_of
 from passes.memory.device_lowering import Combine, Context, Summed, lower, never_summed
 from passes.memory.device_program import WHOLE, DeviceProgram, Interface, interface_of
 from passes.memory.fusion import Kernel
-from passes.memory.holders import Holder, Temporaries, phase_of
+from passes.memory.holders import Temporaries
 from passes.memory.kernel_graph import post_order
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
 from passes.memory.moments import Moments, moments, nothing, read_at
@@ -98,7 +97,7 @@ def temporaries(
     busiest = int(live.argmax())
     return Temporaries(
         where=run.moments.sources[busiest],
-        holders=tuple(_holder(span) for span in spans if span.first <= busiest <= span.last),
+        holders=tuple(holder_of(span) for span in spans if span.first <= busiest <= span.last),
         gaps_nbytes=compiler.gaps(spans) + tables_nbytes,
         over_time=tuple(np.maximum.reduceat(live, run.moments.begins[:-1]).tolist()),
     )
@@ -111,12 +110,6 @@ def _live(spans: Sequence[Span], moments: int) -> NDArray[np.int64]:
         change[span.first] += span.nbytes
         change[span.last + 1] -= span.nbytes
     return change.cumsum()[:-1]
-
-
-def _holder(span: Span) -> Holder:
-    """A buffer by name and cause."""
-    region, program, readers, buffer = cast("_Made", span.made_by)
-    return region.holder(program, readers, buffer, span.nbytes)
 
 
 def _nowhere(_: Buffer) -> int:
@@ -186,9 +179,8 @@ class _Region:
         self.compiler = compiler
         self.graph, self.grouping, self.mesh = graph, grouping, mesh
         self.layout, self.reshardings = layout, reshardings
-        self.input_names = dict(zip(graph.inputs, graph.input_names, strict=False))
+        self.origins = Origins(graph)
         self.inside: dict[int, _Run] = {}
-        self.phases: list[Phase] = [phase_of(node) for node in graph.nodes]
 
     def run(self, interface: Interface = WHOLE) -> _Run:
         """The spans of the region, given how a body relates to the values around it."""
@@ -261,7 +253,7 @@ class _Region:
                     b.nbytes,
                     first,
                     last,
-                    (self, program, allocation.readers, b),
+                    Made(self.origins, program.operations, b, allocation.readers),
                     chain,
                     place[b.operations[0]],
                     min(last, beside(b)),
@@ -289,7 +281,7 @@ class _Region:
             buffer = Buffer(
                 operations=(o,), nbytes=self.compiler.stored(program.operations[o]), first=0, last=moments - 1
             )
-            yield Span(buffer.nbytes, 0, moments - 1, (self, program, None, buffer))
+            yield Span(buffer.nbytes, 0, moments - 1, Made(self.origins, program.operations, buffer))
 
     def places(self, run: _Run, in_place: Mapping[int, int]) -> dict[int, Place]:
         """The places of the outputs, which are those of inputs or their own, by output."""
@@ -320,42 +312,6 @@ class _Region:
                 nbytes = self.compiler.stored(run.program.operations[argument])
                 spans[output] = Span(nbytes, min(read), max(read), beside=min(read))
         return spans
-
-    def holder(
-        self, program: DeviceProgram, read_by: Mapping[int, Sequence[int]] | None, buffer: Buffer, nbytes: int
-    ) -> Holder:
-        """A buffer by name and cause; nothing is said of the readers of what is moved out of a loop."""
-        operations = [program.operations[o] for o in buffer.operations]
-        if read_by is None:
-            return self._held(operations[-1], nbytes, "collective buffers")
-        readers = {self._when(program.operations[r].node) for o in buffer.operations for r in read_by.get(o, ())}
-        written = {self._when(self.graph.producers.get(o.value, o.node)) for o in operations}
-        collective = any(o.kind in ("collective", "result") for o in operations)
-        if "backward" in written and "apply" in readers:
-            cause = "gradients"
-        elif collective:
-            cause = "collective buffers"
-        elif "forward" in written and "backward" in readers:
-            cause = "saved for backward"
-        else:
-            cause = "transients"
-        return self._held(operations[-1], nbytes, cause)
-
-    def _held(self, operation: Operation, nbytes: int, cause: str) -> Holder:
-        """A buffer of what an operation makes."""
-        node = self.graph.producers.get(operation.value, operation.node)
-        maker = self.graph.nodes[node] if 0 <= node < len(self.graph.nodes) else None
-        layer = layer_names.layer_of(maker.scope, maker.source) if maker else layer_names.UPDATE
-        return Holder(name=self._name(operation.value), nbytes=nbytes, cause=cause, layer=layer)
-
-    def _when(self, node: int) -> Phase:
-        return self.phases[node] if 0 <= node < len(self.phases) else "apply"
-
-    def _name(self, value: int) -> str:
-        """A value's input name, or the primitive that computes it."""
-        if value in self.input_names:
-            return self.input_names[value]
-        return _maker(self.graph, value)
 
     def _inside(self, index: int, placement: Placement, known: Mapping[int, object]) -> dict[int, int]:
         """The rank of each port that the bodies of a control node read, in the order in which they do; adds the spans
@@ -396,14 +352,3 @@ def _members(
 def _begin(program: DeviceProgram, allocation: Lifetimes, begins: Sequence[int], kernel: int) -> int:
     """The moment in which a kernel writes its result; a branch writes it last."""
     return begins[kernel + 1] - 1 if program.operations[allocation.order[kernel]].kind == "loop" else begins[kernel]
-
-
-_Made = tuple[_Region, DeviceProgram, Mapping[int, Sequence[int]] | None, Buffer]
-
-
-def _maker(graph: Graph, value: int) -> str:
-    """The primitive and the source line that compute a value."""
-    if value not in graph.producers:
-        return "constant"
-    node = graph.nodes[graph.producers[value]]
-    return f"{node.primitive} at {node.source}" if node.source else node.primitive
