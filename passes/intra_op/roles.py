@@ -95,7 +95,7 @@ def roles(
 def _of_rows(graph: Graph, state_pairs: StatePairs, at: Sequence[int]) -> dict[int, int]:
     """The dimension along which each input of the batch has its rows: behind that of time or of parts, else the first.
 
-    Those behind time may be had by inputs as well that are not `at` the positions of the batch.
+    Where rows lie behind time, every input that has them is of the batch, also one that is not `at` its positions.
     """
     state = {i for _, i in state_pairs}
     others = tuple(i for i in range(len(graph.inputs)) if i not in state and graph.types[graph.inputs[i]].rank)

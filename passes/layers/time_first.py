@@ -46,7 +46,7 @@ def row_dims(graph: Graph, batch: tuple[int, ...], others: tuple[int, ...] = ())
 
 
 def _run_over(graph: Graph, dims: DimClasses, numbering: Numbering) -> set[int]:
-    """The classes of dimensions that loops run over in order, and of those that they are made of by slices and such."""
+    """The classes of dimensions that loops run over in order, and of those that these are slices or shifts of."""
     over, firsts = set[int](), numbering.firsts
     for index in reversed(range(len(graph.nodes))):
         node, rule, control = graph.nodes[index], rules_of(graph)[index], control_of(graph.nodes[index], graph)
