@@ -117,6 +117,30 @@ def test_features_behind_rows_that_a_loop_takes_in_turn_are_none() -> None:
     assert row_dims(traced.graph, traced.batch) == {}
 
 
+def test_state_that_has_the_rows_is_cut_as_they_are() -> None:
+    """What a recurrent network hands on to the next part of its sequences."""
+
+    def step(params: Any, state: jax.Array, x: jax.Array) -> Any:
+        def loss(params: Any) -> tuple[jax.Array, jax.Array]:
+            def cell(state: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+                state = jnp.tanh(row @ params["in"] + state @ params["state"])
+                return state, state
+
+            last, states = lax.scan(cell, state, x)
+            return jnp.sum((states @ params["out"]) ** 2), last
+
+        grads, last = jax.grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), last
+
+    given = PARAMS, drawn(ROWS, WIDTH), ROWS_IN_TIME
+    parallel = autopar.parallelize(step, planner=autopar.DataParallel())
+    plan = parallel.plan(*given)
+    assert [spec.dims for spec in plan.inputs[-2:]] == [(("data",), ()), ((), ("data",), ())]
+    assert {collective.kind for collective in plan.collectives} == {"all_reduce"}
+    for made, expected in zip(jax.tree.leaves(parallel(*given)), jax.tree.leaves(jax.jit(step)(*given)), strict=True):
+        np.testing.assert_allclose(made, expected, rtol=2e-5, atol=1e-6)
+
+
 def test_rows_behind_time_that_devices_do_not_divide_are_said() -> None:
     with pytest.raises(autopar.PlanningError, match="do not divide its dimension 1, behind time, of 12"):
         autopar.parallelize(returns, planner=autopar.DataParallel()).plan(
