@@ -1,7 +1,8 @@
 """Collectives on virtual CPU devices alone and between products: `python -m benchmarks.between_products --help`.
 
 A program computes between its collectives. Where devices share cores, some are still computing when the first of them
-reaches a collective, and threads have to be woken after it. `autopar measure` measures as in the last column.
+reaches a collective, and threads have to be woken after it. `autopar measure` measures as in the last column of the
+first table, and has short collectives take as much longer as data-parallel training steps say: the second table.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import jax
 from jax import lax
 from rich.table import Table
 
-from autopar.tools import chains
+from autopar.tools import chains, parallel_steps, whole_steps
 from benchmarks.console import stdout
 from passes.cluster import Mesh, local_cluster
 from passes.text import quantities
@@ -49,8 +50,20 @@ def rows() -> Iterator[tuple[str, int, float, float]]:
             yield kind, nbytes, alone, between[kind].seconds - product.seconds
 
 
+def step_rows() -> Iterator[tuple[str, int, parallel_steps.Pair, parallel_steps.Pair]]:
+    """(size, collectives, (seconds of every device by itself, of all in a data-parallel step), both measured again) of
+    each training step.
+    """
+    devices = jax.devices()[:DEVICES]
+    mesh = Mesh(axes=("r",), sizes=(DEVICES,), cluster=local_cluster(devices))
+    for training in whole_steps.convolutional_nets("cpu"):
+        count = sum(collective.count for collective in parallel_steps.planned(training, mesh.cluster).collectives)
+        first, again = (parallel_steps.seconds(training, mesh, devices) for _ in range(2))
+        yield training.size, count, first, again
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Prints the table."""
+    """Prints both tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.between_products", description=__doc__)
     parser.parse_args(argv)
     runs = f"fastest of {chains.REPEATS} runs by itself, in {chains.ROUNDS} rounds between products"
@@ -60,6 +73,22 @@ def main(argv: list[str] | None = None) -> int:
     for kind, nbytes, alone, between in rows():
         table.add_row(kind, quantities.nbytes(nbytes), *map(quantities.seconds, (alone, between)))
     stdout().print(table)
+    steps = Table(title=f"training steps on {DEVICES} devices, medians of {parallel_steps.PAIRS}", title_justify="left")
+    names = (
+        "step",
+        "collectives",
+        "each device alone",
+        "data parallel",
+        "the same again",
+        "more a collective",
+        "again",
+    )
+    for name in names:
+        steps.add_column(name, justify="left" if name == "step" else "right")
+    for size, count, first, again in step_rows():
+        more = ((joined - apart) / count for apart, joined in (first, again))
+        steps.add_row(size, str(count), *map(quantities.seconds, (*first, again[1], *more)))
+    stdout().print(steps)
     return 0
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autopar.jax_compat import Device
 from autopar.options import checked_devices
-from autopar.tools import device_sweep, whole_steps
+from autopar.tools import device_sweep, parallel_steps, whole_steps
 from autopar.tools.chains import ROUNDS, TINY, Chain, Operation, between_products, multiplied, seconds
 from autopar.tools.device_sweep import Sample
 from passes.cluster import CPU, Cluster, DeviceSpec, Kind, Measured, Mesh, collectives, local_cluster
@@ -93,8 +93,11 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     result = replace(cluster, name=f"{cluster.name}, measured", groups=(seen,))
     announce("training steps")
     result, whole_samples = whole_steps.slowed(result, whole, devices)
-    sent = (sample for curve in curves for sample in curve.samples(result))
-    return Measurement(cluster=result, samples=(*samples, *whole_samples, *sent), overlap=overlap)
+    sent = tuple(sample for curve in curves for sample in curve.samples(result))
+    announce("training steps, data parallel")
+    result, parallel_samples = parallel_steps.met(result, whole, devices)
+    several = (*samples, *whole_samples, *parallel_samples, *sent)
+    return Measurement(cluster=result, samples=several, overlap=overlap)
 
 
 def with_overlap(device: DeviceSpec, overlap: float | None) -> DeviceSpec:

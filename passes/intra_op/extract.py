@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from passes.cluster import collectives
 from passes.gc_pause import without_gc
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.computing import compute_seconds
@@ -13,7 +14,7 @@ from passes.intra_op.flops import model_flops
 from passes.intra_op.offloading import away, offloaded_nbytes, transfer_seconds
 from passes.ir import PHASES, Graph, Phase, StatePairs
 from passes.memory import peak
-from passes.placement import Grouping, Occurrence, ReshardingPlan, group, occurrences, resharding_plan
+from passes.placement import Grouping, Occurrence, Pack, ReshardingPlan, group, occurrences, resharding_plan
 from passes.placement import collectives as collectives_of
 from passes.plan import MemoryReport, Plan, Solution, operators
 from passes.sharding import Resharder
@@ -161,10 +162,24 @@ def moves(graph: Graph, reshardings: ReshardingPlan, resharder: Resharder) -> It
 def _exposed_share(occurrence: Occurrence, resharder: Resharder) -> float:
     """The share of a resharding's seconds that prolongs the step; 1 if computing waits for all of it.
 
-    Each of its steps has the same share, so that they add up to what the search reckoned with.
+    Each of its steps has the same share, so that they add up to what the search reckoned with. A reduction in a pack
+    that computing waits for has its share of the pack's seconds, of which a search of one value after another knows
+    nothing.
     """
     if occurrence.behind is None:
-        return 1.0
+        return _packed_share(occurrence.pack, resharder) if occurrence.pack else 1.0
     ends = occurrence.type, occurrence.move.before, occurrence.move.after
     alone = resharder.cost(*ends)
     return resharder.cost(*ends, occurrence.behind) / alone if alone else 1.0
+
+
+def _packed_share(pack: Pack, resharder: Resharder) -> float:
+    """The seconds of a pack's one all-reduce as a share of what its reductions take one after another."""
+    ends = [(type, move.before, move.after) for move, type in zip(pack.reductions, pack.types, strict=True)]
+    alone = sum(resharder.cost(*each) for each in ends)
+    mesh = resharder.mesh
+    nbytes, launch = float(pack.nbytes(mesh)), mesh.cluster.group().device.launch_seconds
+    steps = pack.reductions[0].steps
+    together = sum(collectives.seconds("all_reduce", nbytes, mesh.group(step.axes)) for step in steps)
+    together += len(steps) * len(ends) * launch
+    return min(1.0, together / alone) if alone else 1.0

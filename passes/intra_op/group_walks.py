@@ -188,21 +188,44 @@ class GroupWalks:
 
     def under(self, choice: AxisChoice) -> Iterator[GroupWalk]:
         """The walks of one choice: with partial values reduced as late as they are no larger, at forks where that
-        reduces fewer values, and, inside a loop, not at all: parts of a gradient that are put together are no more than
-        that.
+        reduces fewer values, before whole values are added to them, and, inside a loop, not at all: parts of a gradient
+        that are put together are no more than that.
 
         A choice has no walk if an axis that it keeps partial is reduced inside the group: without that axis the choice
         does the same.
         """
         late = self._walk(choice, {})
         early = self._walk(choice, forks) if late is not None and (forks := self._forks(late)) else None
+        apart = [self._apart(choice, walk) for walk in (late, early) if walk is not None]
         joins = late is not None and self.signature.inside and self._joins(late)
         wide = self._walk(choice, {}, widens=True) if joins else None
-        for walk in (late, early, wide):
+        for walk in (late, early, *apart, wide):
             if walk is not None:
                 partial_axes = frozenset[str]().union(*(walk.at(v).partial for v in self.signature.visible))
                 if all(cls != PARTIAL or axis in partial_axes for axis, cls in choice):
                     yield walk
+
+    def _apart(self, choice: AxisChoice, mixing: GroupWalk) -> GroupWalk | None:
+        """The walk in which partial values are reduced before whole values of the group are added to them; None where
+        the `mixing` walk adds none.
+
+        The whole value may come from another reduction, as the square of a mean does that is taken from a mean of
+        squares. Neither reduction then waits for the other, and both can be sent at once.
+        """
+        walk: GroupWalk | None = mixing
+        while walk is not None and (mixed := self._mixed(walk)):
+            walk = self._walk(choice, {**walk.reduced, **mixed})
+        return None if walk is mixing else walk
+
+    def _mixed(self, walk: GroupWalk) -> dict[int, ShardingSpec]:
+        """The partial values to which members add whole values of the group, with their placements once reduced."""
+        kept = {
+            position
+            for (position, _), (value, spec) in walk.moved.items()
+            if spec.partial and not walk.home[value].partial
+        }
+        summed = (value for position in kept for _, value in self.members[position].may_be_partial)
+        return {value: placed(walk.home[value].dims, (), "add") for value in summed if walk.at(value).partial}
 
     def _joins(self, walk: GroupWalk) -> bool:
         """Whether a walk reduces what a member puts beside other elements, as it does with a part of a gradient."""

@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar.frontend import trace
-from passes.cluster import Measured, Mesh, parse_cluster
+from passes.cluster import Measured, Mesh, collectives, parse_cluster
 from passes.ir import TensorType
 from passes.placement import Background, resharding_plan
 from passes.sharding import PACKED_NBYTES, Behind, Resharder, parse_spec
@@ -73,6 +73,33 @@ def test_a_large_gradient_is_an_all_reduce_by_itself() -> None:
     small = sum(array.nbytes for array in jax.tree.leaves(wide)) - 2 * PACKED_NBYTES
     assert sorted(c.nbytes for c in compiled.plan.collectives) == sorted((2 * PACKED_NBYTES, small + 4))
     compiled.verify().check()
+
+
+def test_a_mean_and_the_mean_of_squares_are_one_all_reduce() -> None:
+    """The variance of the whole batch is taken from both, not reduced once more."""
+
+    def moments(batch: jax.Array) -> jax.Array:
+        mean, squares = jnp.mean(batch, 0), jnp.mean(batch**2, 0)
+        return (batch - mean) * jax.lax.rsqrt(jnp.maximum(squares - mean**2, 0.0) + 1e-3)
+
+    parallel = autopar.parallelize(moments, planner=autopar.DataParallel())
+    compiled = parallel.lower(BATCH).compile()
+    assert [(c.kind, c.count, c.nbytes) for c in compiled.plan.collectives] == [("all_reduce", 1, 2 * 4 * SIZES[0])]
+    compiled.verify().check()
+    np.testing.assert_allclose(parallel(BATCH), jax.jit(moments)(BATCH), rtol=1e-5, atol=1e-5)
+
+
+def test_the_seconds_of_a_plan_are_those_of_its_packs() -> None:
+    cluster = parse_cluster("8:cpu")
+    plan = autopar.parallelize(normalised, cluster=cluster, planner=autopar.DataParallel()).plan(
+        weights(jax.random.key(0)), BATCH
+    )
+    mesh = Mesh(axes=("data",), sizes=(8,), cluster=cluster)
+    packed = sum(c.count * collectives.seconds(c.kind, c.nbytes, mesh.group(c.axes)) for c in plan.collectives)
+    launches = plan.seconds["all_reduce"] - packed
+    several = sum(c.count for c in plan.collectives)
+    assert several * cluster.group().device.launch_seconds <= launches * (1 + 1e-9)
+    assert launches < 0.5 * packed
 
 
 PLANNERS = (autopar.DataParallel(), autopar.Zero(2), autopar.Megatron(data=4, tensor=2))
