@@ -37,26 +37,26 @@ def loss(config: gpt.Config, params: Any, batch: dict[str, jax.Array]) -> jax.Ar
     x = _dropped(embedding[batch["inputs"]] + params["positions"])
     block = jax.checkpoint(_block, prevent_cse=False) if config.remat else _block
     x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, params["Block"])
-    logits = jnp.einsum("bsh,vh->bsv", _norm(params["norm"], x), embedding)
+    logits = jnp.einsum("bsh,vh->bsv", norm(params["norm"], x), embedding)
     return cross_entropy(logits, batch["targets"]).mean()
 
 
 def _block(layer: Any, x: jax.Array) -> jax.Array:
     """Attention, then MLP, each normalised before and added to its input: [batch, sequence, hidden] -> the same."""
     attention, mlp = layer["attention"], layer["mlp"]
-    qkv = jnp.einsum("bsh,htnd->bstnd", _norm(layer["attention_norm"], x), attention["qkv"]["kernel"])
+    qkv = jnp.einsum("bsh,htnd->bstnd", norm(layer["attention_norm"], x), attention["qkv"]["kernel"])
     query, key, value = jnp.moveaxis(qkv + attention["qkv"]["bias"], 2, 0)
     scores = jnp.einsum("bqnd,bknd->bnqk", query, key)
     weights = _dropped(_softmax(scores, query.shape[-1] ** -0.5))
     mixed = jnp.einsum("bnqk,bknd->bqnd", weights, value)
     x = x + _dropped(jnp.einsum("bsnd,ndh->bsh", mixed, attention["out"]["kernel"]) + attention["out"]["bias"])
-    up = jnp.einsum("bsh,hm->bsm", _norm(layer["mlp_norm"], x), mlp["up"]["kernel"])
-    down = jnp.einsum("bsm,mh->bsh", _gelu(up, mlp["up"]["bias"]), mlp["down"]["kernel"])
+    up = jnp.einsum("bsh,hm->bsm", norm(layer["mlp_norm"], x), mlp["up"]["kernel"])
+    down = jnp.einsum("bsm,mh->bsh", gelu(up, mlp["up"]["bias"]), mlp["down"]["kernel"])
     return x + _dropped(down + mlp["down"]["bias"])
 
 
 @partial(jax.checkpoint, prevent_cse=False)
-def _norm(params: Any, x: jax.Array) -> jax.Array:
+def norm(params: Any, x: jax.Array) -> jax.Array:
     """`x` with mean 0 and variance 1 in float32, scaled and shifted, in its own dtype."""
     wide = at_least_float32(x)
     centred = wide - wide.mean(-1, keepdims=True)
@@ -65,7 +65,7 @@ def _norm(params: Any, x: jax.Array) -> jax.Array:
 
 
 @partial(jax.checkpoint, prevent_cse=False)
-def _gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
+def gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
     return jax.nn.gelu(x + bias)
 
 

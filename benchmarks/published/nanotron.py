@@ -49,7 +49,7 @@ others 2 of 36 under ZeRO-0 do, and 9 of 123 under ZeRO-1. The source does not s
 MATMULS = 625e12 / 989e12
 """The share of an H100's peak that large products reach in nanotron's trainings, with FlashAttention 2 for this share
 too: **fitted** to the rows `OF_MATMULS`, whose microbatches are long, which say 630, 590 and 650 TFLOP/s. A training
-keeps the card at its 700 W; the 794 of the table are the best of a benchmark's products, one after the other."""
+keeps the card at its 700 W; 794 are the best of a benchmark's products, one after the other."""
 
 OF_MATMULS = (
     "8B tp1 pp4 dp8 zero1 micro1 accumulated32",

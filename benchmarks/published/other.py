@@ -12,13 +12,14 @@ from passes.cluster.devices import host_spec
 DEVICES = {
     "A100 SXM4 40GB": "a100-40g",
     "A100 SXM4 80GB": "a100-80g",
-    "H100 SXM5": "h100",
-    "H200 SXM": "h200",
     "B200 SXM": "b200",
     "GB200 SXM (per GPU)": "gb200",
     "TPU v6e (Trillium)": "tpu-v6e",
 }
 """The table's devices whose matrix products were measured, by the name in the file."""
+
+IN_TRAININGS = ("H100 SXM5", "H200 SXM")
+"""Devices whose products are slower in trainings than by themselves (`accelerators.HOPPER_MATMULS`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,8 @@ def _hardware(lines: Sequence[Fields]) -> Iterator[Row]:
         row = Row(source="matmul", sweep="matmul", name=name, fitted=True, work=1.0, unit="TFLOP/s")
         if tflops is None:
             yield replace(row, why="a data sheet alone, nothing measured")
+        elif name in IN_TRAININGS:
+            yield replace(row, why="the table has what products reach in trainings, not by themselves")
         elif name not in DEVICES:
             yield replace(row, why="no device of the table has this name")
         else:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.published.foundry import FOUNDRY
 from benchmarks.published.gpipe import GPIPE
+from benchmarks.published.maxtext import MAXTEXT
 from benchmarks.published.megatron import SC21, V100
 from benchmarks.published.nanotron import NANOTRON
 from benchmarks.published.other import COLLECTIVES, HARDWARE, ZERO
@@ -17,7 +19,7 @@ from benchmarks.published.zero_bubble import ZERO_BUBBLE
 
 DATA = Path(__file__).resolve().parent / "data"
 
-SOURCES = (SC21, V100, ZERO_BUBBLE, NANOTRON, GPIPE, ZERO, COLLECTIVES, HARDWARE)
+SOURCES = (SC21, V100, ZERO_BUBBLE, NANOTRON, FOUNDRY, MAXTEXT, GPIPE, ZERO, COLLECTIVES, HARDWARE)
 
 NAMES = tuple(name for source in SOURCES for name in source.names)
 

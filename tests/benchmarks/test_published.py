@@ -15,6 +15,7 @@ from benchmarks.published.__main__ import arguments, main
 from benchmarks.published.alike import DeepMegatron
 from benchmarks.published.flops import megatron_flops, model_flops
 from benchmarks.published.machines import machine
+from benchmarks.published.maxtext import OF_DEVICES
 from benchmarks.published.megatron import gpt_job, work_of
 from benchmarks.published.nanotron import OF_MATMULS
 from benchmarks.published.planned import Configuration, Job, shapes, step
@@ -35,7 +36,9 @@ ROWS, UNREAD = read((DATA,))
 COUNTS = {
     "collectives": 356,
     "gpipe": 34,
+    "llm-foundry": 191,
     "matmul": 19,
+    "maxtext": 6,
     "megatron-sc21": 48,
     "megatron-v100": 34,
     "nanotron": 834,
@@ -78,10 +81,12 @@ def test_rows_have_names_of_their_own_and_a_question_or_a_reason():
 
 
 def test_only_what_set_a_number_of_the_library_or_of_a_machine_is_fitted():
-    library = {"collectives", "matmul", "zero-bubble-tasks", "nanotron"}
+    library = {"collectives", "matmul", "zero-bubble-tasks", "nanotron", "maxtext"}
     assert {r.name for r in ROWS if r.fitted and r.source == "nanotron"} == set(OF_MATMULS)
     assert all(r.fitted for r in ROWS if r.source == "zero-bubble-tasks")
     assert library <= {r.source for r in ROWS if r.fitted}
+    assert {r.name for r in ROWS if r.fitted and r.source == "maxtext"} == set(OF_DEVICES)
+    assert not any(r.fitted for r in ROWS if r.source == "llm-foundry")
     assert [r.name for r in ROWS if r.fitted and r.source not in library] == [
         "fig11_pipeline_weak_scaling 16.2B tp8 pp1 dp1 micro1 batch8",
         "fig11_pipeline_weak_scaling 16.2B tp8 pp1 dp1 micro1 batch128",
@@ -356,7 +361,7 @@ def test_printed_figures_are_met_within_their_rounding():
 def test_the_command_line_prints_json(capsys: pytest.CaptureFixture[str]):
     assert main(["--source", "zero-bubble-rates,matmul", "--limit", "3", "--json"]) == 0
     data: Mapping[str, object] = json.loads(capsys.readouterr().out)
-    assert data["left_out_by_limit"] == 48 - 3 + 7 - 3
+    assert data["left_out_by_limit"] == 48 - 3 + 5 - 3
     assert set(data["scores"]) == {"judged", "fitted"}  # pyright: ignore[reportArgumentType]
 
 
