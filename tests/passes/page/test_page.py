@@ -21,8 +21,7 @@ from passes.plan import Alternative, AnyPlan
 from passes.plan.account import alternatives_from_json
 from passes.plan.json import as_object
 from passes.plan.text import everything
-from tests.passes.plan.made_up import make_plan
-from tests.passes.plan.test_face import make_pipeline
+from tests.passes.plan.made_up import make_pipeline, make_plan
 
 PLANS = [make_plan(), make_pipeline()]
 
@@ -128,7 +127,7 @@ def test_a_field_of_what_was_rejected_is_named_where_it_is_wrong() -> None:
         alternatives_from_json(fields)
 
 
-def test_a_search_tells_of_the_other_meshes(tmp_path: Path) -> None:
+def test_a_search_tells_of_the_other_meshes() -> None:
     step = autopar.parallelize(lambda w, x: x @ w, cluster="2x2:a100-80g")
     plan = step.plan(jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((64, 64), "float32"))
     (other,) = {"mesh x=4", "mesh x=2 x y=2"} - {f"mesh {plan.mesh}"}
