@@ -34,6 +34,14 @@ def test_every_operator_is_in_one_block_of_its_stage(plan: AnyPlan) -> None:
         assert counted == sum(1 for _ in everything(program.operators))
 
 
+def test_operators_of_a_block_are_listed_by_phase() -> None:
+    plan = make_plan()
+    transposed = replace(plan.operators[0], scope="transpose(jvp(h_0))")
+    blocks = blocks_of((replace(plan, operators=(*plan.operators, transposed)),))
+    listed = {block.name: {at: sum(row.count for row in rows) for at, rows in block.rows.items()} for block in blocks}
+    assert listed == {"h_0": {"forward": 2, "backward": 1}, "h_1": {"forward": 2}, layer_names.UPDATE: {"apply": 2}}
+
+
 def test_equal_layers_share_their_list_of_operators() -> None:
     data = page_data(make_plan())
     lists = {name: places for name, _, _, places, _ in data["blocks"]}  # pyright: ignore
