@@ -61,12 +61,7 @@ def test_a_search_that_is_cut_short_claims_no_more_than_it_knows(
 ) -> None:
     problem, best = problem_of(seed)
     monkeypatch.setattr(branching, "_PARTS", parts)
-    try:
-        answer = solve(problem, EXACT)
-    except NotCheaperError:
-        raise AssertionError("nothing was known that it could not better") from None
-    except OverBudgetError:  # none was found so soon
-        return
+    answer = solve(problem, EXACT)
     assert problem.fits(answer.choice)
     assert answer.objective >= best * (1 - 1e-9)
     assert answer.bound <= best * (1 + 1e-9)
