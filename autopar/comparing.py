@@ -97,7 +97,7 @@ def compare(
     _check(function, args, planners)
     as_it_is, refused = _planned(function, args, kwargs), list[Compared]()
     candidates = {OWN: as_it_is}
-    for name, planner in (by_hand(as_it_is.plan) if planners is None else planners).items():
+    for name, planner in (hand_made(as_it_is.plan) if planners is None else planners).items():
         try:
             candidates[name] = _planned(function.replan(planner=planner, cache=False), args, kwargs)
         except ArgumentError:
@@ -164,7 +164,7 @@ def _planned(function: ParallelFunction[..., Any], args: Sequence[Any], kwargs: 
     return candidate
 
 
-def by_hand(plan: AnyPlan) -> dict[str, Planner]:
+def hand_made(plan: AnyPlan) -> dict[str, Planner]:
     """The textbook planners for as many devices as a plan has, by the code that makes them."""
     n = plan.cluster.n_devices
     sizes = (parts for parts in range(2, n + 1) if n % parts == 0)

@@ -351,16 +351,20 @@ def summary(cases: Sequence[Row]) -> Table:
     return shown
 
 
-def margin(cases: Sequence[Row]) -> float:
-    """The share by which compiled peaks are above predicted ones at most, in `QUANTILE` of the large cases."""
-    kept = [(case.compiled.peak_nbytes, case.predicted_nbytes) for case in cases if case.compiled]
+def margin(cases: Sequence[Row], target: str) -> float | None:
+    """The share by which compiled peaks of an accelerator exceed predicted ones, in `QUANTILE` of the large, if any."""
+    kept = [(c.compiled.peak_nbytes, c.predicted_nbytes) for c in cases if c.target == target and c.compiled]
     above = sorted(compiled / predicted - 1 for compiled, predicted in kept if compiled >= LARGE_NBYTES)
-    return max(0.0, above[math.ceil(QUANTILE * len(above)) - 1]) if above else 0.0
+    return max(0.0, above[math.ceil(QUANTILE * len(above)) - 1]) if above else None
 
 
-def of_target(cases: Sequence[Row], target: str) -> list[Row]:
-    """The cases of one accelerator."""
-    return [case for case in cases if case.target == target]
+def account(cases: Sequence[Row], target: str) -> str:
+    """A line on an accelerator: how far compiled peaks exceed predictions, and the share that its plans leave free."""
+    free = f"plans leave {100 * left_free(target):.1f} % of their limit free"
+    if (share := margin(cases, target)) is None:
+        return f"{target}: no compiled peak has 100 MB or more; {free}"
+    large = f"{100 * QUANTILE:.0f} % of compiled peaks of 100 MB and more"
+    return f"{target}: {large} are at most {100 * share:.1f} % above the predicted ones; {free}"
 
 
 def left_free(target: str) -> float:
@@ -378,12 +382,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps([asdict(case) | {"error": case.error} for case in cases], indent=1))
     else:
         console.print(table(cases), summary(cases))
-        for target in args.targets:
-            console.print(
-                f"{target}: {100 * QUANTILE:.0f} % of compiled peaks of 100 MB and more are at most "
-                f"{100 * (margin(of_target(cases, target))):.1f} % above the predicted ones; plans leave "
-                f"{100 * left_free(target):.1f} % of their limit free"
-            )
+        console.print(*(account(cases, target) for target in args.targets), sep="\n")
         console.print(
             f"targets: at most {100 * OVER:.0f} % too high (TPU {100 * OVER_TPU:.0f} %), "
             f"never {100 * UNDER:.0f} % too low"
@@ -392,7 +391,7 @@ def main(argv: list[str] | None = None) -> int:
             console.print(
                 f"{new} of {len(cases)} plans were never compiled and are not judged: --compile compiles them"
             )
-    is_short = any(margin(of_target(cases, target)) > left_free(target) for target in args.targets)
+    is_short = any((margin(cases, target) or 0.0) > left_free(target) for target in args.targets)
     return is_short or any(case.misses for case in cases)
 
 

@@ -1,7 +1,7 @@
 """Ratios of expected to real peak bytes of hand-made plans: `python -m benchmarks.expected_peaks --help`.
 
 Under a memory limit the search first leaves out the hand-made plans whose expected peak is above the limit by more than
-the factor `passes.intra_op.by_hand.SURELY`. Expected is the least that may be live at the node where the first answer
+the factor `passes.intra_op.hand_made.SURELY`. Expected is the least that may be live at the node where the first answer
 had its peak, times that answer's peak divided by what was live there. A plan that just fits is left out wrongly where
 its ratio of expected to real bytes is above the factor; the factor is to keep the share of such plans small.
 """
@@ -27,7 +27,7 @@ from benchmarks.trainings import MODELS, Model, make_state, make_step
 from passes.cluster import Cluster, parse_cluster
 from passes.errors import PlanningError
 from passes.intra_op import MeshProblems, MeshSearch, layouts, restrictions
-from passes.intra_op.by_hand import SURELY
+from passes.intra_op.hand_made import SURELY
 from passes.solver import SolverOptions, solve
 from passes.step import Step, Variant
 

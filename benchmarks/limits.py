@@ -103,16 +103,16 @@ def within_limits(
 
     auto = autopar.Auto(max_axes=max_axes)
     free = planned(auto, None, "no limit")
-    by_hand = list[Within]()
+    hand_made = list[Within]()
     for name, planner in (("data parallel", autopar.DataParallel()), ("zero 3", autopar.Zero(3)), *_megatron(cluster)):
         try:
-            by_hand.append(planned(planner, None, name))
+            hand_made.append(planned(planner, None, name))
         except PlanningError:  # it has no batch, or nothing that is cut as this planner does
             continue
     limits = [(share * free.nbytes, f"{share:g} of it") for share in shares]
-    limits += [(ROOM * plan.nbytes, f"{plan.why} fits") for plan in by_hand if ROOM * plan.nbytes < free.nbytes]
+    limits += [(ROOM * plan.nbytes, f"{plan.why} fits") for plan in hand_made if ROOM * plan.nbytes < free.nbytes]
     limited = [planned(auto, limit, why) for limit, why in sorted(limits)]
-    return free, limited, _violations(limited, [free, *by_hand])
+    return free, limited, _violations(limited, [free, *hand_made])
 
 
 def _megatron(cluster: str) -> list[tuple[str, Any]]:

@@ -51,7 +51,7 @@ _OF_XLA: Mapping[str, str] = {
     "gpu_costs": "FLOAT32_FLOPS_PER_MICROSECOND FLOAT32_PRODUCT_MICROSECONDS FLOPS_PER_MICROSECOND KERNEL "
     "LIBRARY_MICROSECONDS LONG MOST_FLOPS_PER_MICROSECOND NBYTES_PER_MICROSECOND SENT_MICROSECONDS "
     "SENT_NBYTES_PER_MICROSECOND SHORT SHORT_RATE SIDES WIDENED WIDENED_FLOPS_PER_MICROSECOND",
-    "gpu_cycles": "LAUNCH_SECONDS RAGGED_CYCLES STEP TRANSACTION_NBYTES", "gpu_fusion": "OPERANDS",
+    "gpu_cycles": "LAUNCH_SECONDS RAGGED_CYCLES STEP TRANSACTION_NBYTES",
     "gpu_joint_kernels": "OPERANDS SLICED_NBYTES", "gpu_joint_products": "FRAGMENT JOINED_NBYTES",
     "gpu_blocks": "COLUMN MOST_ROW_THREADS REREAD ROW ROW_ELEMENTS ROW_THREADS THREADS WARP", "gpu_times": "APART WIDE",
     "split_products": "FLOP SPLITS TILE _AMPERE _BLACKWELL _HOPPER", "moments": "LOOP_RUNS",
@@ -81,7 +81,7 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "layers.sample.SAMPLE_BLOCKS": "two blocks at each end, which the code goes by",
     "memory.holders.HOLDERS": "lines of a report",
     "pipeline.workers._GOODBYE_SECONDS": "no plan waits for it",
-    "pipeline.workers._MOST": "plans do not depend on it; one process works here",
+    "pipeline.workers.MOST_PROCESSES": "plans do not depend on it; one process works here",
     "planners.infeasible._TIMES": "only what a message proposes",
     "planners.wholes.LARGE": "only where a warning begins",
     "planners.manual.WORTHWHILE": "only of hand-made plans",
@@ -377,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints what the command line asks for."""
     args = arguments(argv)
     jax.config.update("jax_platforms", "cpu")
-    workers._MOST = 1
+    workers.MOST_PROCESSES = 1  # the calls of other processes would not be counted
     chosen = [setting for setting in settings() if str(setting) not in FIXED]
     if args.only:
         chosen = [setting for setting in chosen if any(str(setting).startswith(name) for name in args.only)]

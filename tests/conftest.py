@@ -94,6 +94,13 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """64-bit arrays, in which a sum of another order differs by less than any mistake does."""
+    with jax.enable_x64(True):
+        yield
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Commands keep no plans in the cache of whoever runs the tests."""

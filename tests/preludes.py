@@ -1,4 +1,4 @@
-"""The names that pages take as given: what their readers have, and no block shows."""
+"""Names that the code blocks of pages use without defining them."""
 
 from __future__ import annotations
 

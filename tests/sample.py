@@ -1,4 +1,4 @@
-"""What of a long row of like cases every run tests."""
+"""Samples of long rows of like cases: which of them every run tests, and which only the slow one."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layering import ORDER, owner, read_tree, room
-from tests.test_layering import imports as imported
+from tests.source_tree import imports as imported
+from tests.source_tree import owner, read_tree
+from tests.test_layering import ORDER, room
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.test_layering import Sources, is_within, read_tree, tree
+from tests.source_tree import Sources, is_within, read_tree, tree
 
 ASSERTING = re.compile(r"\bassert_\w+|^pytest\.(raises|warns|fail)$|\.(check|verify)$")
 """Calls that fail where something does not hold; what is checked or verified raises an error of ours."""

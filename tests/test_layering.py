@@ -1,4 +1,4 @@
-"""Which module may import which, and what no module may touch: read from the source, so nothing needs to run.
+"""The imports that modules may have and the names that they may use, read from the source: nothing needs to run.
 
 A check is a function from sources (module name -> text) to complaints. A package's own file is named
 `package.__init__`, which makes the parent of every module its name less the last part.
@@ -7,17 +7,14 @@ A check is a function from sources (module name -> text) to complaints. A packag
 from __future__ import annotations
 
 import ast
-import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-FOLDERS = ("autopar", "benchmarks", "models", "passes", "tests")
+from tests.source_tree import ROOT, Check, Sources, face, imports, is_within, owner, read_tree, tree
 
 # The rooms of each package and the files beside them, each of which may import only what stands before it.
 ORDER = {
@@ -68,36 +65,6 @@ TALKERS = {f"autopar.tools.{module}" for module in ("command", "launch_command",
 PLANS, PLANS_ARE_READ = {"AnyPlan", "Plan", "PipelinePlan"}, "passes.plan.pipeline"
 INTERRUPTED, INTERRUPTION = "passes.progress", "KeyboardInterrupt"
 
-Sources = Mapping[str, str]
-Check = Callable[[Sources], list[str]]
-
-
-@functools.cache
-def read_tree() -> Sources:
-    """The source of every module of the checkout."""
-    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text() for path in paths}
-
-
-@functools.cache
-def tree(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
-@functools.cache
-def imports(module: str, source: str) -> list[tuple[int, str]]:
-    """Line and absolute name of everything imported, wherever the statement stands."""
-    found = list[tuple[int, str]]()
-    for node in ast.walk(tree(source)):
-        match node:
-            case ast.Import(names=names):
-                found += [(node.lineno, alias.name) for alias in names]
-            case ast.ImportFrom(module=base, names=names, level=level):
-                parents = module.split(".")[:-level] if level else []
-                stem = [*parents, *([base] if base else [])]
-                found += [(node.lineno, ".".join([*stem, alias.name])) for alias in names]
-    return found
-
 
 def mentions(module: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and dotted name of everything imported, read or called (a call keeps its opening bracket)."""
@@ -108,17 +75,6 @@ def mentions(module: str, source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(node)
             case ast.Call(func=ast.Name(id=name)):
                 yield node.lineno, f"{name}("
-
-
-def is_within(name: str, package: str) -> bool:
-    return f"{name}.".startswith(f"{package}.")
-
-
-def owner(name: str, known: Sources) -> str | None:
-    """The module of `known` that holds `name`: itself, or the nearest parent that is a file."""
-    parts = name.split(".")
-    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((file for prefix in prefixes for file in (prefix, f"{prefix}.__init__") if file in known), None)
 
 
 def leaving_the_closed_world(sources: Sources) -> list[str]:
@@ -199,17 +155,6 @@ def is_room(module: str) -> bool:
     """Whether a module is a room's face."""
     package, *rest = module.split(".")
     return package in ORDER and len(rest) == 2 and rest[1] == "__init__"
-
-
-def face(source: str) -> tuple[str, ...]:
-    """The names of `__all__`; none where it is not written out."""
-    for node in tree(source).body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
-                return tuple(ast.literal_eval(value))
-            case _:
-                pass
-    return ()
 
 
 def room(module: str) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layering import ROOT, Sources, face, imports, is_room, is_within, owner, read_tree, tree
+from tests.source_tree import ROOT, Sources, face, imports, is_within, owner, read_tree, tree
+from tests.test_layering import is_room
 
 RULE = re.compile(r"^@rule\(", re.MULTILINE)
 """What marks a module of sharding rules: every primitive of theirs has a case in tests/autopar/lowering/rule_cases."""

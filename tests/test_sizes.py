@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_layering import Sources, read_tree, tree
+from tests.source_tree import Sources, read_tree, tree
 
 MOST_LINES = {"file": 400, "class": 200, "function": 60}
 

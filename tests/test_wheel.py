@@ -1,4 +1,4 @@
-"""What is shipped: built from the source distribution, installed in a folder of its own, and run from there."""
+"""The wheel: built from the source distribution, installed in a folder of its own, and run from there."""
 
 import os
 import subprocess

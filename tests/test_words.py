@@ -6,7 +6,7 @@ import ast
 import functools
 from collections.abc import Iterator, Mapping
 
-from tests.test_layering import Sources, is_within, read_tree, tree
+from tests.source_tree import Sources, is_within, read_tree, tree
 
 PACKAGES = ("autopar", "benchmarks", "models", "passes")
 
@@ -22,6 +22,7 @@ RENAMED: Mapping[str, str] = {
     "beneath": "cutoff",
     "bundle": "operator group",
     "bundles": "operator groups",
+    "by_hand": "hand made",
     "crew": "worker pool",
     "hopeless": "infeasible",
     "leaner": "of less memory",

@@ -103,7 +103,7 @@ def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None, forbid
     if not pins and mesh is None and forbid is None:
         return planner
     if not isinstance(planner, Auto):
-        raise UsageError("--pin, --mesh and --forbid are of --planner auto; others lay a plan out by hand")
+        raise UsageError("--pin, --mesh and --forbid are of --planner auto; the others are hand-made planners")
     if forbid is not None:
         planner = replace(planner, forbid=[kind.strip() for kind in forbid.split(",")])
     placed = _each("--pin", pins, "'params/*/kernel=[-, x]'")

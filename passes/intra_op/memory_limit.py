@@ -225,7 +225,7 @@ def tightened(
         bound, proof = max(bound, proof.bound), memory.settled(proof)
         if (nbytes := memory.peak(proof.choice).nbytes) <= limit:
             answer = min(proof, answer, key=lambda known: known.objective)
-        elif not stated.budgets:  # what was made by hand has none
+        elif not stated.budgets:  # a hand-made plan has none
             stated = _scaled(whole, limit / nbytes)
         answer = replace(answer, bound=min(bound, answer.objective))
     for _ in range(_FILLINGS if stated.budgets else 0):

@@ -78,7 +78,7 @@ class MeshProblems:
     """The sharding problems of a step on every mesh, with the memory of each answer that was looked at.
 
     `peak_nodes` maps the peak nodes of answers that exceeded the limit to the factor by which the row there
-    overestimated; `peak_nodes_by_hand` is the same for hand-made plans. The first answer needed `scale` times what its
+    overestimated; `hand_made_peak_nodes` are those of hand-made plans. The first answer needed `scale` times what its
     row counted. `lowest` is the answer of least bytes on a device. With `offload`, the state at the inputs `idle` may
     be in the host's memory between steps. `resharders` cache the seconds of reshardings by mesh; `phase_seconds` are
     those that each part of the work took.
@@ -89,7 +89,7 @@ class MeshProblems:
     resharders: dict[Mesh, Resharder] = field(default_factory=dict[Mesh, Resharder])
     offload: InitVar[bool] = False
     peak_nodes: dict[NodePath, float] = field(default_factory=dict[NodePath, float], init=False)
-    peak_nodes_by_hand: dict[NodePath, float] = field(default_factory=dict[NodePath, float], init=False)
+    hand_made_peak_nodes: dict[NodePath, float] = field(default_factory=dict[NodePath, float], init=False)
     scale: float = field(default=1.0, init=False)
     lowest: Lowest | None = field(default=None, init=False)
     idle: tuple[int, ...] = field(init=False)
@@ -109,7 +109,7 @@ class MeshProblems:
         """The same problems for plans that may `offload` state, or may not."""
         other = copy(self)
         other.idle = other._idle(offload=offload)
-        other.peak_nodes, other.peak_nodes_by_hand = dict(self.peak_nodes), dict(self.peak_nodes_by_hand)
+        other.peak_nodes, other.hand_made_peak_nodes = dict(self.peak_nodes), dict(self.hand_made_peak_nodes)
         other.lowest, other._rows = None, {}  # peaks stay: without the host, strategies have the same numbers
         other._twins = {mesh: twin and other.as_offloading(twin) for mesh, twin in self._twins.items()}
         return other
@@ -190,7 +190,7 @@ class MeshProblems:
         It is the most of the peak nodes seen, each divided by the factor by which its row overestimates.
         """
         problem = (restricted or solved.assembly).problem
-        places = {**self.peak_nodes_by_hand, **self.peak_nodes}
+        places = {**self.hand_made_peak_nodes, **self.peak_nodes}
         return max((problem.least(self.row(solved, at)) / excess for at, excess in places.items()), default=0.0)
 
     def expected_nbytes(self, solved: Solved, restricted: Assembly | None = None) -> float:
@@ -229,11 +229,11 @@ class MeshProblems:
             used = solved.assembly.problem.usage(self.row(solved, point.at), solved.answer.choice)
             self.scale = max(1.0, point.nbytes / max(used, 1.0))
 
-    def note_peak(self, solved: Solved, choice: Sequence[int], point: Peak, *, by_hand: bool = False) -> None:
+    def note_peak(self, solved: Solved, choice: Sequence[int], point: Peak, *, hand_made: bool = False) -> None:
         """Notes the peak node of an answer that exceeds the limit, unless it is known."""
-        known = (*self.peak_nodes, *self.peak_nodes_by_hand) if by_hand else self.peak_nodes
-        if point.at not in known:
-            (self.peak_nodes_by_hand if by_hand else self.peak_nodes)[point.at] = self._excess(solved, choice, point)
+        noted = self.hand_made_peak_nodes if hand_made else self.peak_nodes
+        if point.at not in noted and point.at not in self.peak_nodes:
+            noted[point.at] = self._excess(solved, choice, point)
 
     @property
     def lowest_nbytes(self) -> float:

@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass, field, replace
 
 from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, OverBudgetError
-from passes.intra_op.by_hand import ByHand, HandMadePlans
+from passes.intra_op.hand_made import HandMadeAnswers, HandMadePlans
 from passes.intra_op.memory_limit import (
     LOOSE,
     Fitted,
@@ -73,23 +73,23 @@ class MeshSearch:
 
     Where plans of at most `most_nbytes` are wanted, meshes seen to have none are `infeasible`, and others are solved
     roughly until the best plan, `within`, is brought nearer to the optimum. `regather` says whether weights are
-    gathered at every use; None leaves the choice to the search. No plan is worse than those of `hand_made`.
+    gathered at every use; None leaves the choice to the search. No plan is worse than `hand_made_plans`.
     """
 
     planner: str
     problems: MeshProblems
     options: SolverOptions
-    hand_made: InitVar[HandMadePlans] = lambda mesh: ()
+    hand_made_plans: InitVar[HandMadePlans] = lambda mesh: ()
     regather: bool | None = None
     most_nbytes: float = math.inf
     context: SearchContext = field(default_factory=SearchContext)
     solved: list[Solved] = field(default_factory=list[Solved])
     infeasible: list[Solved] = field(default_factory=list[Solved])
     within: Fitted | None = None
-    by_hand: ByHand = field(init=False)
+    hand_made: HandMadeAnswers = field(init=False)
 
-    def __post_init__(self, hand_made: HandMadePlans) -> None:
-        self.by_hand = ByHand(plans=hand_made, options=self.options)
+    def __post_init__(self, hand_made_plans: HandMadePlans) -> None:
+        self.hand_made = HandMadeAnswers(plans=hand_made_plans, options=self.options)
 
     def over(self, meshes: Sequence[Mesh]) -> None:
         """Solves the program on each mesh, whatever memory that needs, but for meshes without a plan of
@@ -124,7 +124,7 @@ class MeshSearch:
         for place, solved in enumerate(list(all_solved)):
             least = min(other.answer.objective for other in all_solved)
             if solved.answer.bound < (1 - max(_WORTH_A_LOOK, self._rough.gap)) * least:
-                for base, answer in self.by_hand.answers(self.problems, solved):
+                for base, answer in self.hand_made.answers(self.problems, solved):
                     if base.key == solved.key:
                         all_solved[place] = solved = replace(solved, answer=better(answer, solved.answer))
 
@@ -153,7 +153,7 @@ class MeshSearch:
         other = copy(self)
         other.context, other.problems, other.within = context, self.problems.offloading(offload=offload), None
         other.solved = list(map(other.problems.as_offloading, self.solved))
-        other.by_hand = replace(self.by_hand, left_out=False)  # its answers offload nothing
+        other.hand_made = replace(self.hand_made, left_out=False)  # its answers offload nothing
         return other
 
     def cheapest_within(self, limits: Limits, worth: float = 1.0) -> Plan | None:
@@ -167,7 +167,7 @@ class MeshSearch:
         self.problems.look(self.solved[0], limit)
         cheapest: Fitted | None = None
         if _is_open(self.solved[0].answer, self._rough.gap) or not self.fits(limit):
-            cheapest = self.by_hand.fitting(self.problems, [*self.solved, *self.infeasible], limits, context.cutoff)
+            cheapest = self.hand_made.fitting(self.problems, [*self.solved, *self.infeasible], limits, context.cutoff)
         exists_dearer = False
         with context.ending_early():
             for number, solved in enumerate(self.solved):
@@ -204,8 +204,8 @@ class MeshSearch:
 
     def cheapest_left_out(self, limits: Limits) -> Plan | None:
         """The cheapest plan that fits of the hand-made ones that were not expected to; None if none does."""
-        meshes = [*self.solved, *self.infeasible] if self.by_hand.left_out else []
-        self.within = self.by_hand.fitting(self.problems, meshes, limits, self.context.cutoff, surely=math.inf)
+        meshes = [*self.solved, *self.infeasible] if self.hand_made.left_out else []
+        self.within = self.hand_made.fitting(self.problems, meshes, limits, self.context.cutoff, surely=math.inf)
         return self.closer(limits)
 
     def _fitted(self, solved: Solved, number: int, cheapest: Fitted | None, limit: float) -> Fitted | None:

@@ -59,7 +59,7 @@ def proven(
     """
     chosen, limits, cutoff, enough = fitted.solved, goal.limits, goal.cutoff, goal.enough
     keeps_limit = problems.peak(chosen, fitted.answer.choice).nbytes <= limits.searched
-    limit = limits.searched if keeps_limit else limits.by_hand
+    limit = limits.searched if keeps_limit else limits.hand_made
     if not fitted.stated.budgets and problems.peak(chosen, chosen.answer.choice).nbytes <= limit:
         fitted = _unlimited(problems, fitted, limit, options)
         chosen = fitted.solved

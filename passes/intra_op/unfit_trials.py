@@ -43,7 +43,7 @@ class UnfitTrials:
         """Adds a variant of which no plan that fits was found."""
         others = sorted([*self.low_memory, trial], key=lambda other: other.search.problems.lowest_nbytes)
         self.low_memory = others[:_LOW_MEMORY]
-        if trial.search.by_hand.left_out:
+        if trial.search.hand_made.left_out:
             self.refused.append(trial)
         self._note_bytes(trial)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.errors import OverBudgetError
-from passes.intra_op.by_hand import SURELY
+from passes.intra_op.hand_made import SURELY
 from passes.intra_op.incumbent import GOOD_ENOUGH, Incumbent
 from passes.intra_op.mesh_search import MeshSearch
 from passes.intra_op.offloading import idle_state
@@ -30,7 +30,7 @@ That is all variants of a small step and a few of a GPT of 24 layers: about a mi
 class VariantTrials:
     """The variants of a step that were planned for a device of so many bytes, and what they have shown.
 
-    Plans that take no search within the limit are by hand to the `limits`: hand-made ones, the one without a limit, and
+    Plans that take no search within the limit count as hand-made to the `limits`: those, the one without a limit, and
     the plan of least memory where nothing else is found.
 
     `search(step, offload, most_nbytes, context)` plans a step on every mesh that may have a plan of that many bytes.
@@ -98,7 +98,7 @@ class VariantTrials:
             trial = self._planned(variant, self.step.variant(variant), math.inf)
             plans.append(plan := trial.search.cheapest.of_variant(variant))
             self._free[variant] = trial
-            if fits := plan.peak_nbytes <= self.limits.by_hand:
+            if fits := plan.peak_nbytes <= self.limits.hand_made:
                 self.incumbent.offer(plan)
             over = f"over the memory limit of {quantities.nbytes(self.limits.searched)}"
             self._add_alternative(plan, variant, "takes longer" if fits else over)

@@ -209,7 +209,7 @@ def _fitting(trials: VariantTrials) -> Plan:
     if (fastest := trials.incumbent.fastest) is not None:
         return fastest
     least = _of_fewest_nbytes(trials.unfit.low_memory)
-    if least is None or least.peak_nbytes > trials.limits.by_hand:
+    if least is None or least.peak_nbytes > trials.limits.hand_made:
         raise OverBudgetError("no variant of the step keeps the memory limit", least_memory_plan=least)
     return least
 

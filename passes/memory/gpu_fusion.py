@@ -20,7 +20,7 @@ from typing import cast
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_blocks import ADDED, COLUMN
 from passes.memory.gpu_cycles import H100, Arithmetic
-from passes.memory.gpu_joint_kernels import joined
+from passes.memory.gpu_joint_kernels import OPERANDS, joined
 from passes.memory.gpu_softmax import apart, begun_by
 from passes.memory.gpu_times import COPY, FUSIBLE, SUM, Times
 from passes.memory.operations import DRAWN, ELEMENTWISE, Operation, Shape
@@ -31,10 +31,6 @@ TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
 
 RENAMED = frozenset({"bitcast", "part", "result"})
 """Kinds that are another name for an array: XLA writes over what a kernel reads under its own name only."""
-
-OPERANDS = 96
-"""Arrays that XLA lets a kernel read and write at most (MaxOperandsAndOutputsPerFusion in gpu_fusible.h, as of jaxlib
-0.10): so what becomes one number, as a norm of all gradients does, is not computed again by each of more kernels."""
 
 
 def fuse(

@@ -27,7 +27,8 @@ LOOPS = frozenset({*ELEMENTWISE, "rearrange", "broadcast", "gather", "iota", "tr
 """Kinds whose kernels compute element after element."""
 
 OPERANDS = 96
-"""Arrays that XLA lets a kernel read and write at most: see passes/memory/gpu_fusion.py."""
+"""Arrays that XLA lets a kernel read and write at most (MaxOperandsAndOutputsPerFusion in gpu_fusible.h, as of jaxlib
+0.10)."""
 
 SLICED_NBYTES = 1024
 """Bytes of an array from which kernels that read parts of it which do not overlap stay apart: XLA's, "arbitrarily

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from passes.ir import Phase, phase
 from passes.layers import layer_names
 from passes.plan import Operator, Plan
-
-Phase = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +41,9 @@ def blocks_of(programs: Sequence[Plan]) -> list[Block]:
     blocks: dict[tuple[int, str], Block] = {}
     for stage, program in enumerate(programs):
         for operator, depth in _flat(program.operators, 0):
-            phase = _phase(operator.scope)
             name = layer_names.layer_of(operator.scope, operator.source)
             block = blocks.setdefault((stage, name), Block(name=name, stage=stage))
-            _append(block.rows.setdefault(phase, []), _row(operator, depth, name))
+            _append(block.rows.setdefault(phase(operator), []), _row(operator, depth, name))
     # What is computed once before or after the model stands behind it.
     return sorted(blocks.values(), key=lambda block: (block.stage, block.name == layer_names.UPDATE))
 
@@ -56,13 +54,6 @@ def _flat(operators: Sequence[Operator], depth: int) -> Iterator[tuple[Operator,
         yield operator, depth
         for body in operator.bodies:
             yield from _flat(body, depth + 1)
-
-
-def _phase(scope: str) -> Phase:
-    """The phase of what has this name stack, as `passes.ir.phase` has it of a node."""
-    if "transpose(" in scope or "rematted_computation" in scope:
-        return "backward"
-    return "forward" if "jvp(" in scope else "apply"
 
 
 def _row(operator: Operator, depth: int, block: str) -> Row:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from passes.inter_op import StageCost, Timeline
+from passes.ir import PHASES
 from passes.page.blocks import Block, Row, blocks_of
 from passes.page.measured import REST, Measured, measured_rows
 from passes.plan import AnyPlan, Plan
@@ -89,7 +90,7 @@ def _programs(plan: AnyPlan) -> list[dict[str, object]]:
 
 def _block(block: Block, texts: Pool, lists: Pool, program: Plan) -> list[object]:
     """`[name, stage, operators, lists of rows by phase, bytes of weights on a device]`."""
-    phases = [lists.at(_rows(block.rows.get(phase, ()), texts)) for phase in ("forward", "backward", "apply")]
+    phases = [lists.at(_rows(block.rows.get(phase, ()), texts)) for phase in PHASES]
     return [block.name, block.stage, block.operators, phases, _weights_nbytes(block.name, program)]
 
 

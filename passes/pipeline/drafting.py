@@ -20,7 +20,7 @@ from passes.pipeline.draft_space import DraftSpace
 from passes.pipeline.drafts import DraftSearch
 from passes.pipeline.prefetch import price_layers
 from passes.pipeline.samples import ANCHORS, anchors, near
-from passes.pipeline.shapes import Draft, Shape, by_hand, drafted, first_of_each, shape_of
+from passes.pipeline.shapes import Draft, Shape, drafted, first_of_each, hand_made, shape_of
 from passes.pipeline.stage_table import StageCostTable
 from passes.pipeline.step_blocks import Sample
 from passes.progress import SearchContext
@@ -91,9 +91,9 @@ class Drafting:
         weights of every submesh cut as by Megatron. Raises the interruption that ended the search for a partition.
         """
         is_tight = self.is_large and search.is_tight(self.cluster.n_devices)
-        self._by_hand(search, self._anchor, *([max(self._near(self._anchor))] if is_tight else []))
+        self._draft_hand_made(search, self._anchor, *([max(self._near(self._anchor))] if is_tight else []))
         if self.is_large:
-            self._by_hand(search, self._best_count(search))
+            self._draft_hand_made(search, self._best_count(search))
         partition = self._partition(search, context)
         if partition is not None:
             search.take(drafted(self.table, partition))
@@ -102,7 +102,7 @@ class Drafting:
         if partition is not None:
             shape = shape_of(self.table, partition, partition.microbatches)
             search.add((shape, n) for n in self._near(base))
-        self._by_hand(search, base)
+        self._draft_hand_made(search, base)
 
     def _best_count(self, search: DraftSearch) -> int:
         """The number of microbatches of the fastest draft that fits, or the largest one with a sample."""
@@ -111,7 +111,7 @@ class Drafting:
     def of_least_memory(self, cutoff: float) -> list[Draft]:
         """Hand-made drafts that take less than `cutoff` seconds and are not expected to fit, of least memory first."""
         search = self.search(self.limits, cutoff, math.inf)
-        self._by_hand(search, self._anchor, max(self.samples))
+        self._draft_hand_made(search, self._anchor, max(self.samples))
         unfit = [draft for draft in search.drafts if draft.excess(self.limits) > SLACK]
         return first_of_each(sorted(unfit, key=lambda draft: draft.peak_nbytes))[:MOST_UNFIT]
 
@@ -135,10 +135,10 @@ class Drafting:
         everything = _everything(self.cluster)
         state_nbytes = self.table.bounds.of_layers(0, self.layers, everything, count).nbytes
         end = len(self.table.step.cuts(count).blocks)
-        if state_nbytes + self.table.kept_nbytes(0, end, everything.n_devices, count) > self.limits.by_hand:
+        if state_nbytes + self.table.kept_nbytes(0, end, everything.n_devices, count) > self.limits.hand_made:
             return None
         stage = self.table.candidate(0, self.layers, everything, count, cutoff=cutoff)
-        return stage if stage is not None and stage.needed_nbytes(1) <= self.limits.by_hand else None
+        return stage if stage is not None and stage.needed_nbytes(1) <= self.limits.hand_made else None
 
     def _partition(self, search: DraftSearch, context: SearchContext) -> Partition | None:
         """The best partition by prices that keeps the limit; None where none can be better than the drafts so far."""
@@ -180,13 +180,13 @@ class Drafting:
         """The number of microbatches near which hand-made pipelines are tried first."""
         return ANCHORS[-1] if self.is_large else ANCHORS[1]
 
-    def _by_hand(self, search: DraftSearch, *bases: int) -> None:
+    def _draft_hand_made(self, search: DraftSearch, *bases: int) -> None:
         """Adds even stages in the numbers of microbatches near these, and in those that have samples."""
         shapes: list[tuple[Shape, int]] = []
         for n in dict.fromkeys(n for base in bases for n in self._near(base)):
             known = n if n in self.samples else next(iter(self.samples))
-            by_hand_shapes = by_hand(self.table, self.cluster.n_devices, known)
-            shapes += [(s, n) for s in by_hand_shapes if not self.counts or len(s.begins) in self.counts]
+            made = hand_made(self.table, self.cluster.n_devices, known)
+            shapes += [(s, n) for s in made if not self.counts or len(s.begins) in self.counts]
         search.add(shapes)
 
     def _near(self, base: int) -> list[int]:

@@ -22,7 +22,7 @@ from passes.pipeline.draft_prices import (
     transfers_of,
 )
 from passes.pipeline.draft_space import DraftSpace
-from passes.pipeline.shapes import Draft, Shape, by_hand
+from passes.pipeline.shapes import Draft, Shape, hand_made
 from passes.pipeline.stage_bytes import least_bytes, partly_priced
 from passes.pipeline.stage_table import StageCostTable
 
@@ -156,7 +156,7 @@ class DraftSearch:
     def is_tight(self, n_devices: int) -> bool:
         """Whether some even stages must need too much in the largest number of microbatches that has a sample."""
         names, count = [name for name in self.schedules if not is_chunked(name)], max(self.table.step.samples)
-        shapes = (shape for shape in by_hand(self.table, n_devices, count) if shape.chunks == 1)
+        shapes = (shape for shape in hand_made(self.table, n_devices, count) if shape.chunks == 1)
         return any(
             min((self.least_nbytes(shape, count, name) for name in names), default=0.0) > self.most_nbytes(shape)
             for shape in shapes

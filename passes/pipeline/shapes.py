@@ -34,12 +34,12 @@ class Shape:
         return [range(ends[k % len(self.devices)], ends[k % len(self.devices) + 1]) for k in range(len(self.begins))]
 
     def limit_nbytes(self, limits: Limits, table: StageCostTable) -> float:
-        """The bytes that a device of it may need: it counts as made by hand if its stages are even and on equal
+        """The bytes that a device of it may need: it counts as hand-made if its stages are even and on equal
         submeshes.
         """
         even = table.step.cuts(next(iter(table.step.samples))).even
-        is_by_hand = len(set(self.devices)) == 1 and even.get(len(self.begins)) == self.begins
-        return limits.by_hand if is_by_hand else limits.searched
+        is_hand_made = len(set(self.devices)) == 1 and even.get(len(self.begins)) == self.begins
+        return limits.hand_made if is_hand_made else limits.searched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def evenly(n_devices: int) -> list[tuple[int, int]]:
     return [(n, chunks) for n in groups for chunks in CHUNKS]
 
 
-def by_hand(table: StageCostTable, n_devices: int, microbatches: int) -> Iterator[Shape]:
+def hand_made(table: StageCostTable, n_devices: int, microbatches: int) -> Iterator[Shape]:
     """The shapes of even stages on equal submeshes, cut as the sample in `microbatches` is."""
     even = table.step.cuts(microbatches).even
     for groups, chunks in evenly(n_devices):

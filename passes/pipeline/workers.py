@@ -23,9 +23,9 @@ from typing import IO, Any, Self, cast
 _GOODBYE_SECONDS = 2.0
 """Seconds that a process has to end before it is killed."""
 
-_MOST = 8
-"""The most processes, however many processors there are: each holds a copy of the program, and results do not depend on
-their number. `python -m benchmarks.planning cases` shows memory and time.
+MOST_PROCESSES = 8
+"""The most processes, the caller included, however many processors there are: each holds a copy of the program, and
+results do not depend on their number. `python -m benchmarks.planning cases` shows memory and time.
 """
 
 Task = tuple[Any, ...]
@@ -47,7 +47,7 @@ class WorkerPool:
 
     def __init__(self, served: object, count: int | None = None) -> None:
         self.served = served
-        self.count = min(processors() if count is None else count, _MOST) - 1
+        self.count = min(processors() if count is None else count, MOST_PROCESSES) - 1
         self.workers: list[_Worker] = []
 
     def call(self, method: str, tasks: Sequence[Task]) -> list[Any]:

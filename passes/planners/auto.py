@@ -7,7 +7,7 @@ Files are of `passes/`:
     lay out    every way to arrange the devices as one or two axes                  intra_op/meshes.py
     tabulate   each operator group's legal shardings, priced, and reshardings       intra_op/build_problem.py
     solve      one strategy per operator group at the least total seconds           solver/search.py
-    compare    plans by hand where a gap is left or memory binds                    intra_op/by_hand.py
+    compare    hand-made plans where a gap is left or memory binds                  intra_op/hand_made.py
     extract    placements, then the moves between them, then collectives and bytes  intra_op/extract.py
 
 and where that does not fit in memory:
@@ -24,11 +24,11 @@ and for a pipeline, around that:
     price      each block as a stage of its own, on every mesh that may be best     pipeline/stage_table.py
     share      prices and plans of stages are found by several processes            pipeline/workers.py
     partition  layers, submeshes, microbatches and schedules into stages            inter_op/partitions.py
-    draft      those stages and every pipeline by hand, under every schedule        pipeline/drafts.py
+    draft      those stages and every hand-made pipeline, under every schedule      pipeline/drafts.py
     cut        each stage as a program with a loop, planned by the path above       transforms/stages.py
     simulate   tasks in the order of the schedule, transfers between them           inter_op/simulator.py
 
-Planners by hand run the same path on one mesh and under restrictions of their own (intra_op/restrictions.py).
+Hand-made planners run the same path on one mesh and under restrictions of their own (intra_op/restrictions.py).
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class Auto:
         search = MeshSearch(
             planner="auto",
             problems=problems,
-            # Plans by hand know nothing of pins.
-            hand_made=(lambda mesh: ()) if chosen else partial(restrictions.hand_made_plans, batch=step.batch),
+            # Hand-made plans know nothing of pins.
+            hand_made_plans=(lambda mesh: ()) if chosen else partial(restrictions.hand_made_plans, batch=step.batch),
             options=self.solver,
             most_nbytes=most_nbytes,
             context=context,
@@ -289,7 +289,7 @@ def _limits(planner: Auto, cluster: Cluster) -> Limits:
     margin = margin_of(device)
     if memory_limit is None:
         return Limits.equal(min(1 - RESERVE, 1 / (1 + margin)) * device.memory_nbytes)
-    return Limits(searched=memory_limit / (1 + margin), by_hand=float(memory_limit))
+    return Limits(searched=memory_limit / (1 + margin), hand_made=float(memory_limit))
 
 
 def _check_options(planner: Auto) -> None:

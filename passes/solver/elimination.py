@@ -36,7 +36,10 @@ EXACT_ENTRIES = 2e7
 
 _LIMITS = (1e5, 1e6, 4e6)
 _KEPT = (6e4, 1.5e5, 5e5)
-"""Entries of one table, and partial answers kept over all nodes, in each round of a search that cannot be exact."""
+"""Entries of one table, and partial answers kept over all nodes, in each round of a search that cannot be exact: a
+choice between work and the bound. Half as many answers kept left gaps of 5.6 % in place of 5.1 % in three random
+problems of 80 nodes, whose answers were 0.2 % dearer; with tables of a hundredth, double closed 6.0 % to 5.6 % and
+found no faster step."""
 
 _ENTRIES = 6e8
 """Entries of all tables in a round after the first: 2 s of one processor."""

@@ -25,10 +25,10 @@ from autopar.errors import ArgumentError
 from autopar.tools.cli import main
 from passes.plan import INTERRUPTED, Plan
 from passes.solver import SolverOptions
-from tests.autopar.rewrite.test_microbatch import assert_close
-from tests.autopar.rewrite.test_remat import arguments
-from tests.autopar.rewrite.test_remat import train_step as deep_step
-from tests.autopar.tools.test_cli import TRAIN
+from tests.autopar.rewrite.deep_steps import arguments
+from tests.autopar.rewrite.deep_steps import train_step as deep_step
+from tests.autopar.tools.train_module import TRAIN
+from tests.closeness import assert_close
 from tests.sample import slow, some
 
 CLUSTER = "1x4:a100-80g"
@@ -165,7 +165,7 @@ def test_interrupted_plans_are_not_kept(tmp_path: Path):
 
 
 @pytest.mark.parametrize("options", [{"microbatches": 4}, slow({"remat": "inputs"}), slow({"limit": 0.8})], ids=str)
-def test_forms_are_made_again(tmp_path: Path, options: dict[str, Any]):
+def test_variants_are_made_again(tmp_path: Path, options: dict[str, Any]):
     with jax.enable_x64(True):
         given = arguments("float64")
         options = {"devices": jax.devices()[:2], **options}

@@ -1,4 +1,4 @@
-"""What a cached plan is found by: a user's schedule counts by what it does, not by its name."""
+"""The keys of the plan cache: a user's schedule counts by its order of tasks, not by its name."""
 
 from __future__ import annotations
 

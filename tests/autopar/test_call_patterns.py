@@ -141,7 +141,7 @@ def drawn_follow(dice: random.Random, args: tuple[Any, ...]) -> dict[str, Any]:
     try:
         step.plan(dice.choice([args[0], args[-1], {"w": jnp.ones((4, 2)), "b": jnp.ones(4)}]), jnp.ones((4, 2)))
     except (TypeError, ValueError, autopar.PlanningError):
-        return {}  # text, or what no plan by hand takes
+        return {}  # text, or what no hand-made plan takes
     return {"follow": step}
 
 

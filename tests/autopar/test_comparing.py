@@ -53,7 +53,7 @@ def test_the_fastest_is_taken_and_computes_the_same(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(comparing, "FAR", np.inf)
     params, batch = arguments()
     comparison = autopar.compare(parallel(), (params, batch))
-    assert run == [comparing.OWN, *comparing.by_hand(comparison.plan)]
+    assert run == [comparing.OWN, *comparing.hand_made(comparison.plan)]
     assert set(run[1:]) == {
         "DataParallel()",
         "Zero(stage=1)",

@@ -1,4 +1,4 @@
-"""What autopar says to a wrong call: every message in full, as golden text, to be read as well as compared.
+"""Error messages of wrong calls, every one in full, as golden text.
 
 `python -m tests.autopar.test_errors`, run from the checkout, writes tests/golden/errors.txt again.
 """

@@ -4,7 +4,7 @@ is `jax.jit`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax import lax
 import autopar
 from autopar.frontend import trace
 from autopar.frontend.joined_batches import joined_batches
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.closeness import assert_close
 from tests.sample import some
 
 Array = jax.Array
@@ -86,10 +86,7 @@ BY_PLACE: dict[str, Operation] = {
 OPERATIONS = tuple((BY_ROW | BY_PLACE).values())
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def drawn(seed: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from autopar.frontend import trace
 from autopar.frontend.joined_batches import Order, joined_batches
 from autopar.frontend.regrouping import to_groups, to_order
 from passes.layers import DimClasses
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.closeness import assert_close
 from tests.sample import some
 
 ROWS, TOKENS, WIDTH, WORDS = 16, 6, 12, 40
@@ -35,10 +35,7 @@ Params = dict[str, jax.Array]
 Layer = Callable[[jax.Array, Any], jax.Array]
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def plain(h: jax.Array, w: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A limit is kept or an error says so: by plans by hand, and by what XLA makes of any plan."""
+"""A limit is kept or an error says so: by hand-made plans, and by what XLA makes of any plan."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from passes.intra_op import extract as read_off
 from passes.planners import infeasible, manual
 from passes.solver import SolverOptions
 from passes.step import Step
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.autopar.rewrite.deep_steps import momentum_step, wide
+from tests.autopar.runtime.pipeline_steps import OPTIMIZERS, mlp, squared, step_of
 from tests.autopar.runtime.test_donation import on, pipeline_of
-from tests.autopar.runtime.test_pipeline import OPTIMIZERS, mlp, squared, step_of
-from tests.autopar.test_memory_limit import momentum_step, wide
+from tests.closeness import assert_close
 from tests.sample import half, slow
 
 WEIGHT = jax.ShapeDtypeStruct((65536, 65536), jnp.float32)  # 16 GiB
@@ -55,7 +55,7 @@ LARGE = {f"l{i}": WEIGHT for i in range(4)}, jax.ShapeDtypeStruct((16, 65536), j
     [DataParallel(), Zero(2), Zero(3), Megatron(data=1, tensor=2), Pipeline(stages=2, microbatches=2), GPipe(2, 2)],
     ids=["dp", "zero2", "zero3", "megatron", "pipeline", "gpipe"],
 )
-def test_a_plan_by_hand_for_devices_that_are_too_small_is_an_error(planner: Any):
+def test_a_hand_made_plan_for_devices_that_are_too_small_is_an_error(planner: Any):
     step = autopar.parallelize(dense, cluster="2:v100-16g", planner=planner, donate_argnums=0)
     with pytest.raises(OverBudgetError) as caught:
         step.plan(*LARGE)

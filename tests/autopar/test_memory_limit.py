@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
 import autopar
@@ -18,33 +16,15 @@ from autopar.errors import ArgumentError
 from autopar.frontend import trace
 from passes.cluster import parse_cluster
 from passes.errors import OverBudgetError, PlanningError
-from passes.intra_op import MeshProblems, MeshSearch, by_hand, cheapest_variant, memory_limit, named, restrictions
+from passes.intra_op import MeshProblems, MeshSearch, cheapest_variant, hand_made, memory_limit, named, restrictions
 from passes.limits import Limits
 from passes.solver import SolverOptions, solve
 from passes.step import Step
-from tests.autopar.rewrite.test_microbatch import assert_close
-from tests.autopar.rewrite.test_remat import arguments, train_step
+from tests.autopar.rewrite.deep_steps import arguments, momentum_step, train_step, wide
 from tests.autopar.tools.test_progress import varied
+from tests.closeness import assert_close
 
-OPTIMIZER = optax.sgd(0.01, momentum=0.9)
 BRIEF = autopar.Auto(seconds=2.0)
-
-
-def momentum_step(state: Any, batch: jax.Array) -> Any:
-    params, moments = state
-    value, grads = jax.value_and_grad(lambda w: jnp.sum((jnp.tanh(batch @ w["up"]) @ w["down"]) ** 2) / 64)(params)
-    updates, moments = OPTIMIZER.update(grads, moments, params)
-    return (optax.apply_updates(params, updates), moments), value
-
-
-def wide(dtype: str = "float32") -> Any:
-    """A state of which parameters are most, and a small batch."""
-    rng = np.random.default_rng(0)
-    params = {
-        "up": jnp.asarray(rng.normal(size=(64, 512)) * 0.1, dtype),
-        "down": jnp.asarray(rng.normal(size=(512, 64)) * 0.1, dtype),
-    }
-    return (params, OPTIMIZER.init(params)), jnp.asarray(rng.normal(size=(16, 64)), dtype)
 
 
 def nbytes(compiled: Any) -> int:
@@ -100,9 +80,9 @@ def test_offloaded_state_rests_with_the_host_and_the_step_is_the_same(tmp_path: 
         for _ in range(3):
             wanted = (jax.jit(momentum_step)(*wanted)[0], given[1])
         plan = autopar.parallelize(momentum_step, planner=autopar.DataParallel(), donate_argnums=0).plan(*given)
-        resting = tuple(i for i, name in enumerate(plan.input_names) if name.startswith("state[1]") and "trace" in name)
-        assert len(resting) == 2
-        edited = Plan.from_json({**plan.to_json(), "offloaded": list(resting)})
+        idle = tuple(i for i, name in enumerate(plan.input_names) if name.startswith("state[1]") and "trace" in name)
+        assert len(idle) == 2
+        edited = Plan.from_json({**plan.to_json(), "offloaded": list(idle)})
         edited.save(tmp_path / "plan.json")
         step = autopar.parallelize(momentum_step, planner=autopar.Manual(tmp_path / "plan.json"), donate_argnums=0)
         state = jax.tree.map(jnp.copy, given[0])
@@ -131,17 +111,17 @@ def test_what_is_missing_is_said():
 
 
 def test_nothing_is_solved_within_a_limit_that_is_seen_to_be_out_of_reach(monkeypatch: pytest.MonkeyPatch):
-    """Neither plans by hand nor programs with budgets: the least that is live says so at once."""
+    """Neither hand-made plans nor programs with budgets: the least that is live says so at once."""
     state, batch = wide()
     traced = trace(momentum_step, (state, batch), {}, donate_argnums=(0,))
     problems = MeshProblems(step=Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated))
     search = MeshSearch(
-        planner="auto", problems=problems, options=SolverOptions(), hand_made=restrictions.hand_made_plans
+        planner="auto", problems=problems, options=SolverOptions(), hand_made_plans=restrictions.hand_made_plans
     )
     search.over([named(parse_cluster("8:h100"), ("x", 8))])
     least = search.least_memory().peak_nbytes
     asked: list[object] = []
-    for module in (by_hand, memory_limit):
+    for module in (hand_made, memory_limit):
         monkeypatch.setattr(module, "solve", lambda *given, **options: asked.append(given) or solve(*given, **options))
     with pytest.raises(OverBudgetError):
         search.cheapest_within(Limits.equal(least / 4))

@@ -95,8 +95,8 @@ def drawn(seed: int) -> Drawn:
     return Drawn(loss, parameters, jax.ShapeDtypeStruct(batch, jnp.float32), cluster)
 
 
-def by_hand(one: Drawn) -> list[Plan]:
-    """The plans by hand that the step may have on its cluster."""
+def hand_made(one: Drawn) -> list[Plan]:
+    """The hand-made plans that the step may have on its cluster."""
     n_devices = one.cluster.n_devices
     tensor = [t for t in (2, 3, 4, 7, 8) if n_devices % t == 0]
     planners = [autopar.DataParallel(), *map(autopar.Zero, (1, 2, 3))]
@@ -140,9 +140,9 @@ def one(number: int, fresh_seed: int) -> Drawn:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_no_plan_by_hand_is_faster_and_a_saved_one_has_its_numbers(one: Drawn):
+def test_no_hand_made_plan_is_faster_and_a_saved_one_has_its_numbers(one: Drawn):
     found = one.plan()
-    for plan in by_hand(one):
+    for plan in hand_made(one):
         assert found.step_seconds <= SLACK * plan.step_seconds
         again = one.plan(autopar.Manual(plan))
         assert (again.step_seconds, again.peak_nbytes) == (plan.step_seconds, plan.peak_nbytes)

@@ -1,4 +1,4 @@
-"""Auto against every plan by hand, under the cost model that all share: without a limit, and in what theirs needs."""
+"""Auto against every hand-made plan, under the cost model that all share: without a limit, and in what theirs needs."""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def planned(case, cluster, planner, limit=None):
 
 
 @pytest.mark.parametrize(("case", "cluster"), half([feed_forward, square_layers], ["8:h100", "2x4:v100-16g"]))
-def test_no_plan_by_hand_is_faster(case, cluster):
+def test_no_hand_made_plan_is_faster(case, cluster):
     auto = planned(case, cluster, autopar.Auto())
     for planner in HANDS.values():
         assert auto.step_seconds <= planned(case, cluster, planner).step_seconds * (1 + 1e-9)
@@ -83,7 +83,7 @@ def test_no_plan_by_hand_is_faster(case, cluster):
         (square_layers, "8:h100", "dp"),
     ],
 )
-def test_what_fits_by_hand_fits_and_is_no_slower(case, cluster, hand):
+def test_where_a_hand_made_plan_fits_one_that_is_no_slower_is_found(case, cluster, hand):
     theirs = planned(case, cluster, HANDS[hand])
     limit = int(theirs.peak_nbytes * 1.02)
     ours = planned(case, cluster, autopar.Auto(max_axes=1 if hand.startswith("zero") else 2), limit)
@@ -100,10 +100,12 @@ def test_what_fits_without_a_limit_is_the_plan_within_one(case):
     assert planned(case, "8:h100", autopar.Auto(max_axes=1), limit).operators == free.operators
 
 
-def test_what_is_not_expected_to_fit_by_hand_is_tried_before_a_limit_is_refused(monkeypatch: pytest.MonkeyPatch):
-    """Expectations that are a million times too high leave every plan by hand out, and no budget is stated."""
-    by_hand = planned(feed_forward, "2x4:v100-16g", HANDS["megatron 1x8"])
-    limit = int(by_hand.peak_nbytes * 1.02)
+def test_a_hand_made_plan_that_is_not_expected_to_fit_is_tried_before_a_limit_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Expectations that are a million times too high leave every hand-made plan out, and no budget is stated."""
+    hand_made = planned(feed_forward, "2x4:v100-16g", HANDS["megatron 1x8"])
+    limit = int(hand_made.peak_nbytes * 1.02)
     look = MeshProblems.look
 
     def gloomy(problems, solved, limit):

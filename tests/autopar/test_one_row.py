@@ -89,7 +89,7 @@ def test_a_forward_pass_of_one_row_is_jits_where_none_has_a_part(planner: Any):
 
 
 @pytest.mark.parametrize("planner", [Auto(), Megatron(data=1, tensor=2, pipeline=2)])
-def test_so_is_training(planner: Any):
+def test_training_on_one_row_is_jits(planner: Any):
     assert_equals_jit(trained, planner, *example(1))
 
 

@@ -1,4 +1,4 @@
-"""What the user has placed stays there: options of `jit`, constraints, arrays that come placed; the rest is planned."""
+"""Arrays that the user has placed, by options of `jit`, by constraints or beforehand, stay where they are."""
 
 from __future__ import annotations
 

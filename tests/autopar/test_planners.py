@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar.errors import ArgumentError
 from passes.plan import Plan
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.closeness import assert_close
 
 STEP = autopar.Step
 CLUSTER = "1x4:a100-80g"
@@ -76,7 +76,7 @@ def test_the_step_of_a_planner_of_ones_own_is_jits(planner: Any):
         assert_close(step(*given()), jax.jit(train_step)(*given()))
 
 
-def test_it_may_choose_cluster_and_variant():
+def test_a_planner_may_choose_cluster_and_variant():
     assert autopar.parallelize(train_step, planner=HalfTheDevices(), cluster=CLUSTER).plan(*given()).mesh.size == 2
     step = autopar.parallelize(train_step, planner=InMicrobatches(4), cluster=CLUSTER)
     assert step.plan(*given()).microbatches == 4
@@ -97,7 +97,7 @@ def test_what_was_asked_for_is_in_the_step():
     assert set(plan.remat) == {"inputs"}
 
 
-def test_a_step_by_hand_is_planned_without_a_function():
+def test_a_step_of_a_graph_is_planned_without_a_function():
     traced = autopar.parallelize(train_step).trace(*given())
     step = STEP(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated)
     cluster = autopar.parallelize(train_step, cluster=CLUSTER).plan(*given()).cluster
@@ -172,8 +172,8 @@ def test_planners_of_graphs_are_warned_about_and_work():
         step = autopar.parallelize(train_step, planner=OfGraphs(), cluster=CLUSTER, microbatches=2)
     assert len(warned) == 1
     plan = step.plan(*given())
-    by_hand = autopar.parallelize(train_step, planner=autopar.DataParallel(), cluster=CLUSTER, microbatches=2)
-    assert alike(plan) == alike(by_hand.plan(*given()))
+    hand_made = autopar.parallelize(train_step, planner=autopar.DataParallel(), cluster=CLUSTER, microbatches=2)
+    assert alike(plan) == alike(hand_made.plan(*given()))
 
 
 def test_our_planners_take_graphs_with_a_warning():

@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar import Plan
 from benchmarks.scanned_layers import lstm
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.closeness import assert_close
 
 WIDTH, ROWS, DEPTH = 32, 64, 4
 

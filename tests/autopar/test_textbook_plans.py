@@ -1,4 +1,4 @@
-"""Plans by hand send what their textbook says and nothing else: no activation where the batch alone is cut."""
+"""Hand-made plans send what their textbook says and nothing else: no activation where the batch alone is cut."""
 
 from __future__ import annotations
 

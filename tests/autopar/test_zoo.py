@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 import pytest
 
 import autopar
 from autopar.checks import verify
 from autopar.checks.hlo import UNCOMBINED
 from benchmarks.trainings import MODELS, QUICK
+from tests.closeness import assert_close
 
 STEPS = 2
-TOLERANCE = 1e-10
 
 SAMPLE = {"dlrm"}
 """The models of a default run: tables. Experts are in tests/autopar/rewrite/test_microbatch.py."""
@@ -31,14 +30,5 @@ def test_auto_equals_jit(name: str):
         ours = theirs = training.state
         for _ in range(STEPS):
             ours, theirs = compiled(ours, training.batch), plain(theirs, training.batch)
-            assert_equal(ours, theirs)
+            assert_close(ours, theirs)
             ours, theirs = ours[0], theirs[0]
-
-
-def assert_equal(ours: object, theirs: object) -> None:
-    """Every array is within `TOLERANCE`, relative to its largest entry."""
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        error = np.max(np.abs(x - y)) / max(float(np.max(np.abs(y))), 1e-30)
-        assert error <= TOLERANCE, f"{jax.tree_util.keystr(path)}: relative error {error:.1e}"

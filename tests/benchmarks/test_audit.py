@@ -223,7 +223,7 @@ def test_narrow_summands_of_a_gradient_are_scattered_each_or_cast_and_summed_fir
     assert allowed.seconds == pytest.approx(once + casts)
 
 
-def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand(monkeypatch, capsys):
+def test_a_searched_plan_may_not_be_slower_than_the_best_hand_made_one(monkeypatch, capsys):
     planned = dense()
     program = planned.program(CLUSTER, "dp")
     at = operator(program, "tanh", "forward")
@@ -239,7 +239,7 @@ def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand(monkeypatch, ca
     (gathered,) = [one for one in causes if one["tensor"] == "dot_general float32[512,1024]"]
     assert (gathered["kind"], gathered["surplus_seconds"]) == ("all_gather", seconds["all_gather"])
     assert gathered["share"] == gathered["surplus_seconds"] / judged["step_seconds"]
-    # Megatron is the best by hand. Beyond the gather, what it does not reduce makes up the rest.
+    # Megatron is the best hand-made one. Beyond the gather, what it does not reduce makes up the rest.
     assert {one["role"] for one in causes} == {"activation", "gradient"}
     best = min(planned.program(CLUSTER, name).plan.step_seconds for name in audit.PLANNERS[:-1])
     assert sum(one["surplus_seconds"] for one in causes) == pytest.approx(judged["step_seconds"] - best, rel=1e-5)
@@ -306,7 +306,7 @@ def test_a_searched_plan_exchanges_tokens_as_often_as_the_textbook(monkeypatch):
     assert sum(s.total_nbytes for s in exchanged) == sum(one.nbytes for one in wanted)
 
 
-def test_a_searched_plan_may_not_be_slower_than_the_best_by_hand_with_experts_cut(monkeypatch):
+def test_a_searched_plan_may_not_be_slower_than_the_best_hand_made_one_with_experts_cut(monkeypatch):
     monkeypatch.setattr(audit, "PLANNERS", ("zero1", "auto"))
     plans = Planned.of("moe", "float32", remat=False)
     program, found = plans.verdict(CLUSTER, "zero1")

@@ -1,4 +1,4 @@
-"""Predictions held against what accelerators' compilers made before, and how that is kept."""
+"""Predicted peaks and bytes sent against kept results of accelerators' compilers, and how those are kept."""
 
 from __future__ import annotations
 
@@ -89,6 +89,10 @@ def test_a_margin_is_what_most_compiled_peaks_are_above_their_predictions() -> N
             compiled=replace(entry, peak_nbytes=compiled_nbytes * scale),
         )
 
-    assert compilers.margin([predicted(90 + i) for i in range(20)]) == pytest.approx(0.08)
-    assert compilers.margin([predicted(90)]) == compilers.margin([]) == 0.0
-    assert compilers.margin([predicted(150, scale=1000)]) == 0.0  # no device's memory is its limit
+    most = [predicted(90 + i) for i in range(20)]
+    assert compilers.margin(most, "h100") == pytest.approx(0.08)
+    assert compilers.margin([predicted(90)], "h100") == 0.0
+    few = [predicted(150, scale=1000)]  # no device's memory is its limit
+    assert compilers.margin(few, "h100") is compilers.margin(most, "a100") is None
+    assert "at most 8.0 % above" in compilers.account(most, "h100")
+    assert "no compiled peak has 100 MB" in compilers.account(few, "h100")

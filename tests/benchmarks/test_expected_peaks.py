@@ -1,4 +1,4 @@
-"""Ratios of expected to real peaks are those of every plan by hand, and counted beside the factors."""
+"""Ratios of expected to real peaks are those of every hand-made plan, and counted beside the factors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.expected_peaks import FACTORS, Row, ratios, table
 from passes.cluster import parse_cluster
 
 
-def test_every_plan_by_hand_that_is_possible_has_a_ratio() -> None:
+def test_every_hand_made_plan_that_is_possible_has_a_ratio() -> None:
     step = autopar.parallelize(lambda w, x: w - jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w), donate_argnums=0).step(
         jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((16, 64), jnp.float32)
     )

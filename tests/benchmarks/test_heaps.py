@@ -1,4 +1,4 @@
-"""What a step needs of a TPU, from what its compiler writes of its buffers."""
+"""Bytes that a step needs of a TPU, from its compiler's report of buffers."""
 
 from __future__ import annotations
 

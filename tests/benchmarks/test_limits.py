@@ -1,4 +1,4 @@
-"""What the benchmark of plans within limits calls wrong."""
+"""Violations that the benchmark of plans within limits reports."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ def within(why: str, limit: float, nbytes: float, seconds: float, bound: float =
     return Within(why=why, limit=limit, nbytes=nbytes, seconds=seconds, bound=bound, how="", cpu=0.0)
 
 
-HAND = within("by hand", np.inf, 50.0, 3.0)
+HAND = within("hand-made", np.inf, 50.0, 3.0)
 LEAN, FREE = within("lean", 110.0, 90.0, 2.0), within("free", np.inf, 200.0, 1.0)
 
 
@@ -32,7 +32,7 @@ def test_what_is_wrong_is_named_with_what_is_better(plan: Within, said: str | No
     assert wrong == ([f"more: {said}"] if said else [])
 
 
-def test_a_refusal_of_what_a_plan_by_hand_keeps_is_missed():
+def test_a_refusal_of_what_a_hand_made_plan_keeps_is_missed():
     tight = within("tight", 54.0, np.inf, np.inf)
-    assert limits._violations([tight], [FREE, HAND]) == ["tight: refused, and 'by hand' keeps the limit"]
+    assert limits._violations([tight], [FREE, HAND]) == ["tight: refused, and 'hand-made' keeps the limit"]
     assert limits._violations([within("tight", 49.0, np.inf, np.inf)], [FREE, HAND]) == []

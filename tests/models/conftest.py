@@ -1,4 +1,4 @@
-"""What the tests of models share: a quick compiler, parameters without one, and what a jaxpr holds."""
+"""Fixtures of the tests of models: a quick compiler, parameters without one, and the contents of a jaxpr."""
 
 from functools import partial
 

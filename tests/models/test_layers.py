@@ -1,4 +1,4 @@
-"""What the models share: attention against its definition, masks, and means."""
+"""The functions that models share: attention against its definition, masks, and means."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Files that appear whole, or as they were."""
+"""Files are replaced whole: a reader sees the old one or the new one."""
 
 from __future__ import annotations
 

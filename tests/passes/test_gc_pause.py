@@ -1,4 +1,4 @@
-"""The garbage collector is away while much is built, and back as it was."""
+"""Garbage collection is off while many objects are built, and afterwards as it was."""
 
 import gc
 

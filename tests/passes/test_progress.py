@@ -1,4 +1,4 @@
-"""What the context of a search does with Ctrl-C, and what its parts tell."""
+"""The context of a search: how Ctrl-C ends it, and the progress that its parts report."""
 
 import math
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import autopar
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
 from tests.autopar.distributed.launching import SECONDS, environment
+from tests.closeness import assert_same_bits
 from tests.sample import slow
 
 
@@ -44,16 +45,6 @@ def state_in(*spec: Any, shape: tuple[int, ...] = (2, 2)) -> dict[str, Any]:
         "nothing": None,
         "odd": jnp.asarray([np.nan, -0.0, np.inf]) * (1 + 0j),
     }
-
-
-def assert_same_bits(ours: Any, theirs: Any) -> None:
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        assert type(a) is type(b)
-        assert np.asarray(a).dtype == np.asarray(b).dtype
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What a state may hold: it comes back as what it was, and anything else is refused before it is saved."""
+"""Leaves of a saved state: every kind that is allowed comes back as it was, and others are refused before saving."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.autopar.checkpoint.test_checkpoints import assert_same_bits
+from tests.closeness import assert_same_bits
 
 
 @pytest.mark.parametrize(

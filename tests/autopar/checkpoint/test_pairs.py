@@ -10,8 +10,8 @@ import pytest
 import autopar
 from autopar import DataParallel, Megatron, Pipeline, Zero
 from benchmarks.trainings import MODELS
-from tests.autopar.checkpoint.test_checkpoints import assert_same_bits
 from tests.autopar.distributed.launching import HERE, launch, lines
+from tests.closeness import assert_same_bits
 
 PLANNERS = [
     DataParallel(),

@@ -1,4 +1,4 @@
-"""Accelerators' programs move what was planned, however their compilers spell it; and what was not planned is seen."""
+"""Programs of accelerators move what was planned, whatever collectives their compilers write; the rest is reported."""
 
 from __future__ import annotations
 

@@ -66,13 +66,16 @@ def indexed(taken: Taken) -> list[Any]:
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_rows_lie_side_by_side(name: str) -> None:
-    assert all(numbers.operand_batching_dims for numbers in indexed(TAKEN[name]))
-    assert indexed(TAKEN[name])
+    found = indexed(TAKEN[name])
+    assert found
+    assert all(numbers.operand_batching_dims for numbers in found)
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_other_rows_are_still_looked_up(name: str) -> None:
-    assert not any(numbers.operand_batching_dims for numbers in indexed(SHARED[name]))
+    found = indexed(SHARED[name])
+    assert found
+    assert not any(numbers.operand_batching_dims for numbers in found)
 
 
 @pytest.mark.parametrize(("name", "planner"), half([*TAKEN, *SHARED], [autopar.DataParallel(), autopar.Auto()]))

@@ -44,7 +44,7 @@ def test_a_constrained_value_lies_as_it_is_said_and_computes_what_jit_does(spec,
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_it_is_the_identity_and_has_its_gradient():
+def test_a_constraint_is_the_identity_and_has_its_gradient():
     tree = {"a": BATCH, "b": BATCH[0]}
     jax.tree.map(np.testing.assert_array_equal, autopar.constrain(tree, P("x")), tree)
     grad = jax.grad(lambda x: (autopar.constrain(x, P("x", P.UNCONSTRAINED)) ** 3).sum())(BATCH)

@@ -1,4 +1,4 @@
-"""Which nodes are forward, backward and apply, whoever wrote the model."""
+"""The phases of nodes, forward, backward and apply, whichever library wrote the model."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 
 import autopar
 from passes.layers import loops_over_batch
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.closeness import assert_close
 from tests.sample import slow
 
 ROWS = 16
@@ -24,10 +24,7 @@ BATCH = DRAWS.normal(size=(ROWS, 6, 4))
 Params = dict[str, jax.Array]
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def of_row(params: Params, row: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax import lax
 
 import autopar
 from tests.autopar.random_plans import Dice
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.closeness import assert_close
 from tests.sample import slow
 
 ROWS, WIDTH = 16, 8
@@ -26,10 +26,7 @@ BATCH = DRAWS.normal(size=(ROWS, 4)) * np.geomspace(1e-3, 10, ROWS)[:, None]
 Params = dict[str, jax.Array]
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def until_still(params: Params, x: jax.Array) -> jax.Array:

@@ -1,10 +1,8 @@
-"""What a traced function looks like to planning: names, types, wiring, phases, and what must not get through."""
+"""Tracing a function to a graph: names, types, wiring and phases; nodes that nothing reads are dropped."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,44 +14,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import autopar
-from autopar import jax_compat
-from autopar.frontend import Body, Traced, trace
-from passes.ir import Graph, Node, TensorType, phase
-
-ROOT = Path(__file__).parents[3]
-F32 = jnp.float32
-
-
-def struct(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def traced(fun: Any, *args: Any, **options: Any) -> Traced:
-    return trace(fun, args, {}, **options)
-
-
-def primitives(graph: Graph) -> list[str]:
-    return [node.primitive for node in graph.nodes]
-
-
-def only(graph: Graph, primitive: str) -> Node:
-    (node,) = (node for node in graph.nodes if node.primitive == primitive)
-    return node
-
-
-def run(body: Traced | Body, *inputs: Any) -> list[Any]:
-    """The graph executed node by node on whole arrays, as a lowering would on one device."""
-    graph = body.graph
-    values = dict(zip(graph.inputs, inputs, strict=True)) | dict(zip(graph.constants, body.constants, strict=True))
-    for value, number in graph.literals.items():
-        values[value] = jnp.asarray(number, dtype=graph.types[value].dtype)
-    for node, equation in zip(graph.nodes, body.equations, strict=True):
-        params = jax_compat.bind_params(equation, dict(equation.params))
-        results = equation.primitive.bind(*(values[v] for v in node.inputs), **params)
-        results = results if equation.primitive.multiple_results else [results]
-        values.update(zip(node.outputs, results, strict=True))
-    return [values[v] for v in graph.outputs]
-
+from autopar.frontend import Traced
+from passes.ir import TensorType, phase
+from tests.autopar.frontend.tracing import only, primitives, run, struct, traced
 
 # A model, its training step, and the same step without flax.
 
@@ -116,7 +79,7 @@ def test_names_are_paths_in_the_users_words(step: Traced):
     assert len(step.graph.output_names) == len(step.graph.outputs) == len(step.weak)
 
 
-def test_state_is_tied_leaf_by_leaf_and_donated(step: Traced):
+def test_state_is_paired_leaf_by_leaf_and_donated(step: Traced):
     names = [
         (step.graph.output_names[output].removeprefix("out[0]"), step.graph.input_names[input].removeprefix("state"))
         for output, input in step.state_pairs
@@ -172,9 +135,9 @@ def test_scalars_are_numbers_and_arrays_are_constants():
 
     program = traced(f, struct(8))
     assert sorted(program.graph.literals.values()) == [2.0]
-    assert [program.graph.types[v] for v in program.graph.constants] == [TensorType(shape=(8,), dtype="float32")] * len(
-        program.constants
-    )
+    types = {program.graph.types[v] for v in program.graph.constants}
+    assert types == {TensorType(shape=(8,), dtype="float32")}
+    assert len(program.graph.constants) == len(program.constants)
     assert all(np.array_equal(constant, table) for constant in program.constants)
 
 

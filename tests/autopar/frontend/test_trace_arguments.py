@@ -1,4 +1,4 @@
-"""What tracing keeps: parameters as plain data, types and names of arguments, which outputs are state."""
+"""Tracing of arguments: parameters as plain data, names and types, and the outputs that are state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import autopar
 from autopar.errors import ArgumentError, UnsupportedError
 from autopar.frontend import trace
 from passes.ir import phase
-from tests.autopar.frontend.test_trace import F32, ROOT, only, primitives, run, struct, traced
+from tests.autopar.frontend.tracing import F32, ROOT, only, primitives, run, struct, traced
 from tests.autopar.jit_cases.values import Checked
 
 
@@ -272,24 +272,24 @@ class Carry(NamedTuple):
     b: Any
 
 
-def tied(fun: Any, *args: Any, **options: Any) -> list[tuple[str, str]]:
+def paired(fun: Any, *args: Any, **options: Any) -> list[tuple[str, str]]:
     program = traced(fun, *args, **options)
     return [(program.graph.output_names[o], program.graph.input_names[i]) for o, i in program.state_pairs]
 
 
-def test_tied_whole_output():
-    assert tied(lambda s, x: Carry(s.a + x, s.b), Carry(struct(4), struct(2)), 1.0) == [
+def test_a_whole_output_is_paired():
+    assert paired(lambda s, x: Carry(s.a + x, s.b), Carry(struct(4), struct(2)), 1.0) == [
         ("out.a", "s.a"),
         ("out.b", "s.b"),
     ]
 
 
-def test_tied_parts_in_order_each_once():
+def test_parts_are_paired_in_order_each_once():
     def f(params, moments):
         return {"new": (params, moments), "loss": params["w"].sum()}
 
     params = {"w": struct(4), "b": struct(2)}
-    assert tied(f, params, params) == [
+    assert paired(f, params, params) == [
         ("out['new'][0]['b']", "params['b']"),
         ("out['new'][0]['w']", "params['w']"),
         ("out['new'][1]['b']", "moments['b']"),
@@ -302,16 +302,16 @@ def test_donated_arguments_choose_first():
         return params
 
     params = {"w": struct(4), "b": struct(2)}
-    assert [i for _, i in tied(f, params, params)] == ["old['b']", "old['w']"]
-    assert [i for _, i in tied(f, params, params, donate_argnums=1)] == ["params['b']", "params['w']"]
+    assert [i for _, i in paired(f, params, params)] == ["old['b']", "old['w']"]
+    assert [i for _, i in paired(f, params, params, donate_argnums=1)] == ["params['b']", "params['w']"]
 
 
 def test_a_lone_array_is_state_only_if_donated():
     def f(w, x):
         return w - x, (w * x).sum()
 
-    assert tied(f, struct(4), struct(4)) == []
-    assert tied(f, struct(4), struct(4), donate_argnums=0) == [("out[0]", "w")]
+    assert paired(f, struct(4), struct(4)) == []
+    assert paired(f, struct(4), struct(4), donate_argnums=0) == [("out[0]", "w")]
 
 
 def test_a_lone_array_that_gradients_update_is_state():
@@ -326,9 +326,9 @@ def test_a_lone_array_that_gradients_update_is_state():
         moment = 0.9 * moment + jax.grad(loss)(w, x)
         return w - 0.1 * moment, moment
 
-    assert tied(step, struct(4), struct(4)) == [("out[0]", "w")]
-    assert tied(step, struct(), struct()) == [("out[0]", "w")]
-    assert tied(momentum_step, struct(4), struct(4), struct(4)) == [("out[0]", "w"), ("out[1]", "moment")]
+    assert paired(step, struct(4), struct(4)) == [("out[0]", "w")]
+    assert paired(step, struct(), struct()) == [("out[0]", "w")]
+    assert paired(momentum_step, struct(4), struct(4), struct(4)) == [("out[0]", "w"), ("out[1]", "moment")]
 
 
 def test_a_batch_is_no_state_though_its_gradient_is_added_to_it():
@@ -340,12 +340,12 @@ def test_a_batch_is_no_state_though_its_gradient_is_added_to_it():
     def gradient_of(w, x):
         return jax.grad(lambda w: ((w * x) ** 2).sum())(w)
 
-    assert tied(attacked, {"w": struct(4), "b": struct(4)}, struct(4)) == []
-    assert tied(gradient_of, struct(4), struct(4)) == []
+    assert paired(attacked, {"w": struct(4), "b": struct(4)}, struct(4)) == []
+    assert paired(gradient_of, struct(4), struct(4)) == []
 
 
-def test_other_shapes_are_not_tied():
+def test_other_shapes_are_not_paired():
     def f(s):
         return Carry(s.a[:2], s.b), Carry(s.a.astype(jnp.bfloat16), s.b)
 
-    assert tied(f, Carry(struct(4), struct(2))) == []
+    assert paired(f, Carry(struct(4), struct(2))) == []

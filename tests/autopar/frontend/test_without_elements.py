@@ -35,6 +35,6 @@ def test_what_is_empty_gathers_nothing(name: str) -> None:
 
     rng = np.random.default_rng(0)
     args = tuple(jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((4, 4), (16, 4, 4)))
-    by_hand = autopar.parallelize(step, planner=autopar.DataParallel(), devices=jax.devices()[:2], microbatches=2)
-    assert {c.kind for c in by_hand.plan(*args).collectives} == {"all_reduce"}
-    np.testing.assert_allclose(by_hand(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5)
+    hand_made = autopar.parallelize(step, planner=autopar.DataParallel(), devices=jax.devices()[:2], microbatches=2)
+    assert {c.kind for c in hand_made.plan(*args).collectives} == {"all_reduce"}
+    np.testing.assert_allclose(hand_made(*args), jax.jit(step)(*args), rtol=1e-5, atol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,14 +18,6 @@ from tests.sample import half
 X = jnp.arange(64.0).reshape(8, 8) / 8
 SCALAR = jax.ShapeDtypeStruct((), np.float32)
 Log = Callable[..., None]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unoptimized() -> Iterator[None]:
-    """Machine code is left as it is first written: most of these tests' time is LLVM's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def doubling(log: Log) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What is planned is what is compiled: every placement change sends the planned tensors and changes no value."""
+"""Changes of placement: each compiles to the collectives that were planned, and changes no value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What devices were seen to do: read from profiles, and parted by cause."""
+"""The events of devices in profiles: how they are read, and how their seconds are divided by cause."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from autopar.profiling import Event, Run, StepReport, Steps, measured_spans
 from passes.errors import PlanningError
 from passes.inter_op import Task
 from passes.page import REST, Measured, MeasuredSpan, page_data
-from tests.passes.plan.made_up import make_plan
-from tests.passes.plan.test_face import make_pipeline
+from tests.passes.plan.made_up import make_pipeline, make_plan
 
 STEPS = Steps(seconds=(3.0, 1.0, 2.0), host_seconds=(0.5, 0.25, 0.125))
 

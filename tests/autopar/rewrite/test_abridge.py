@@ -245,7 +245,7 @@ def test_a_value_that_all_blocks_read_stays():
 
 @pytest.mark.slow
 def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
-    """Ctrl-C once there are stages: while others are looked for, by hand and not, and while others are planned."""
+    """Ctrl-C once there are stages: while others are looked for, hand-made and not, and while others are planned."""
     worth, plan = Drafting.worth, StagePlans.plan
     planned = []
 
@@ -298,7 +298,7 @@ def test_stages_of_an_interrupted_search_are_planned_and_marked(monkeypatch):
         return best
 
     monkeypatch.setattr(Drafting, "_partition", looked_for)
-    monkeypatch.setattr(Drafting, "_by_hand", lambda *_: None)
+    monkeypatch.setattr(Drafting, "_draft_hand_made", lambda *_: None)
     monkeypatch.setattr(inter_op.partitions, "partition", pressed_with_a_partition)
     found = run()
     assert found.is_interrupted

@@ -21,19 +21,12 @@ from benchmarks.trainings import MODELS, QUICK
 from passes.errors import PlanningError
 from passes.ir import Graph, Node
 from passes.transforms import microbatch
+from tests.closeness import assert_close
 from tests.sample import slow, some
 
 KEY = jax.random.key(0)
 COUPLED = {"wide-resnet"}
 SAMPLE = {("moe", 8)}
-
-
-def assert_close(got: Any, wanted: Any, tolerance: float = 1e-10) -> None:
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        mine, theirs = np.asarray(mine), np.asarray(theirs)
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-        scale = max(float(np.max(np.abs(theirs), initial=0.0)), 1e-30)
-        assert np.max(np.abs(mine - theirs), initial=0.0) / scale <= tolerance
 
 
 def loop_of(graph: Graph) -> Node:

@@ -1,4 +1,4 @@
-"""What microbatches send: no more for a penalty on weights, or for a weight that is read transposed as well."""
+"""Collectives of steps in microbatches: no more for a penalty on weights, or for a weight that is read transposed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed before, in and after the loop over microbatches."""
+"""The three regions of a step in microbatches: nodes before, in and after the loop."""
 
 from __future__ import annotations
 

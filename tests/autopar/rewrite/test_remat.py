@@ -1,4 +1,4 @@
-"""What is computed again equals what was there before, is really computed again, and takes less memory."""
+"""Recomputation: the step is the same, computes again, and needs less memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import autopar
@@ -24,31 +23,9 @@ from passes.rules import rule_of
 from passes.transforms import KEPT, recompute
 from passes.transforms.remat import layers
 from passes.transforms.remat_loops import loops
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.autopar.rewrite.deep_steps import DEPTH, arguments, train_step
+from tests.closeness import assert_close
 from tests.sample import each, slow
-
-WIDTH, ROWS, DEPTH = 64, 512, 4
-
-
-def mlp(params: Any, batch: jax.Array) -> jax.Array:
-    hidden = batch
-    for up, down in params:
-        hidden = hidden + jnp.tanh(jnp.tanh(hidden @ up) @ down)
-    return jnp.sum(hidden**2)
-
-
-def train_step(params: Any, batch: jax.Array) -> Any:
-    value, grads = jax.value_and_grad(mlp)(params, batch)
-    return optax.apply_updates(params, jax.tree.map(lambda g: -1e-3 * g, grads)), value
-
-
-def arguments(dtype: str = "float32", depth: int = DEPTH) -> Any:
-    rng = np.random.default_rng(0)
-
-    def draw(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape) * 0.1, dtype)
-
-    return [(draw(WIDTH, 4 * WIDTH), draw(4 * WIDTH, WIDTH)) for _ in range(depth)], draw(ROWS, WIDTH)
 
 
 def products(graph: Graph) -> int:

@@ -14,7 +14,7 @@ import pytest
 import autopar
 from passes.memory import PERSISTENT
 from passes.transforms import KEPT, layering
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.closeness import assert_close
 
 WIDTH, ROWS, DEPTH, PARTS = 64, 64, 4, 2
 

@@ -1,4 +1,4 @@
-"""What makes planning fast changes no answer.
+"""Shortcuts of planning, each turned off: the plan is the same, or as good.
 
 Tying, leaving out what is dominated, arrays in place of a model; and in the search over stages: prices shared between
 blocks that are alike, meshes and stages given up early, plans of equal stages shared.
@@ -244,7 +244,7 @@ def test_prices_and_plans_are_the_same_in_another_process(many_blocks):
     assert replace(pickle.loads(pickle.dumps(same)), solution=plan.solution) == plan
 
 
-def test_what_is_dear_is_left_with_a_bound(many_blocks):
+def test_blocks_that_cost_too_much_are_left_with_a_bound(many_blocks):
     block, block_costs, meshes = many_blocks[2], BlockCosts(BlockSolver(options=EXACT)), layouts(MESH.cluster, 4, 2)
     assert len(meshes) > 1
     for mesh in meshes:

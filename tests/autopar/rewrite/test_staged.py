@@ -1,4 +1,4 @@
-"""`Auto(pipeline=True)` is never worse than a pipeline by hand or a plan without stages, and never without a plan."""
+"""`Auto(pipeline=True)` is never worse than a hand-made pipeline or a plan without stages, and never without a plan."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ SLOW_CASES: dict[str, tuple[Callable[..., Any], Any, str]] = {
 }
 
 
-def by_hand(plan: Callable[[Any], Any], n_devices: int, rows: int) -> Iterator[tuple[str, Any]]:
+def hand_made(plan: Callable[[Any], Any], n_devices: int, rows: int) -> Iterator[tuple[str, Any]]:
     """Every even pipeline under every schedule, pipelines of Megatron, and plans without stages."""
     counts = [m for m in range(1, rows + 1) if rows % m == 0]
     for groups in (n for n in range(2, n_devices + 1) if n_devices % n == 0):
@@ -86,7 +86,7 @@ def by_hand(plan: Callable[[Any], Any], n_devices: int, rows: int) -> Iterator[t
 
 
 def assert_never_worse(case: tuple[Callable[..., Any], Any, str], shares: tuple[float, ...]) -> None:
-    """Without a limit, and where the limit is a little more than what some plan by hand needs."""
+    """Without a limit, and where the limit is a little more than what some hand-made plan needs."""
     loss, args, cluster = case
     step, n_devices = sgd(loss), parse_cluster(cluster).n_devices
 
@@ -95,7 +95,7 @@ def assert_never_worse(case: tuple[Callable[..., Any], Any, str], shares: tuple[
             *args
         )
 
-    made = dict(by_hand(plan, n_devices, args[1].shape[0]))
+    made = dict(hand_made(plan, n_devices, args[1].shape[0]))
     peaks = sorted(one.peak_nbytes for one in made.values())
     for most in (None, *(peaks[int(share * (len(peaks) - 1))] for share in shares)):
         limit = None if most is None else int(1.02 * most)
@@ -107,13 +107,13 @@ def assert_never_worse(case: tuple[Callable[..., Any], Any, str], shares: tuple[
 
 
 @pytest.mark.slow
-def test_stages_are_never_worse_than_by_hand() -> None:
+def test_stages_are_never_worse_than_hand_made_ones() -> None:
     assert_never_worse(CASES["plain"], (0.2,))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW_CASES)
-def test_stages_are_never_worse_than_by_hand_on_more_devices(name: str) -> None:
+def test_stages_are_never_worse_than_hand_made_ones_on_more_devices(name: str) -> None:
     assert_never_worse(SLOW_CASES[name], (0.0, 0.25, 0.5))
 
 
@@ -258,9 +258,9 @@ def test_stages_of_a_deep_step_within_a_limit_are_never_worse_than_megatrons(sha
         for schedule in ("gpipe", "1f1b", "zero-bubble-h1")
     ]
     most = sorted(one.peak_nbytes for one in made)[int(share * (len(made) - 1))]
-    by_hand = min(one.step_seconds for one in made if one.peak_nbytes <= most)
+    hand_made = min(one.step_seconds for one in made if one.peak_nbytes <= most)
     limit = int(1.02 * most)
-    assert plan(Auto(pipeline=True), limit).step_seconds <= by_hand * (1 + 1e-9)
+    assert plan(Auto(pipeline=True), limit).step_seconds <= hand_made * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("layers", "rows"), [(2, 64), slow(4, 15), (3, 7)])
@@ -276,7 +276,7 @@ def test_there_are_stages_where_cuts_are_few_and_batches_odd(layers: int, rows: 
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_leanest_of_all_is_named() -> None:
+def test_where_nothing_fits_the_plan_of_least_memory_is_named() -> None:
     step, args = sgd(plain), ([f(256, 256)] * 2, f(8, 256))
 
     def plan(**options: Any) -> Any:
@@ -288,9 +288,9 @@ def test_where_nothing_fits_the_leanest_of_all_is_named() -> None:
         plan(pipeline=True)
     with pytest.raises(OverBudgetError) as whole:
         plan()
-    leanest: Any = staged.value.least_memory_plan
+    least_memory: Any = staged.value.least_memory_plan
     other: Any = whole.value.least_memory_plan
-    assert leanest.peak_nbytes <= other.peak_nbytes
+    assert least_memory.peak_nbytes <= other.peak_nbytes
 
 
 @pytest.mark.parametrize("nodes", [1000, 1200, 1201])

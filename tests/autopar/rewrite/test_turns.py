@@ -14,7 +14,7 @@ from jax import lax
 import autopar
 from autopar.frontend import trace
 from passes.transforms.turns import in_turn
-from tests.autopar.rewrite.test_microbatch import assert_close
+from tests.closeness import assert_close
 from tests.sample import each
 
 ROWS, WIDTH = 32, 6

@@ -17,7 +17,8 @@ from autopar import Pipeline
 from autopar.errors import ArgumentError
 from autopar.runtime import pipeline_nbytes
 from tests.autopar.runtime import test_scan_pipeline as scanned
-from tests.autopar.runtime.test_pipeline import OPTIMIZERS, assert_close, mlp, squared, step_of, tied
+from tests.autopar.runtime.pipeline_steps import OPTIMIZERS, mlp, squared, step_of, tied
+from tests.closeness import assert_close
 from tests.sample import slow
 
 ADAM = OPTIMIZERS["adamw+clip"]

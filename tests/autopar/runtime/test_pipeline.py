@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import autopar
@@ -21,17 +20,9 @@ from benchmarks.trainings import MODELS, QUICK
 from passes.errors import PlanningError
 from passes.inter_op.schedules import in_flight
 from passes.transforms import loop_of, stages
+from tests.autopar.runtime.pipeline_steps import OPTIMIZERS, dropped, mlp, predict, squared, step_of, tied, written
+from tests.closeness import assert_close
 from tests.sample import slow
-
-KEY = jax.random.key(0)
-
-
-def assert_close(got: Any, wanted: Any, tolerance: float = 1e-10) -> None:
-    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        mine, theirs = np.asarray(mine), np.asarray(theirs)
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
-        scale = max(float(np.max(np.abs(theirs), initial=0.0)), 1e-30)
-        assert np.max(np.abs(mine - theirs), initial=0.0) / scale <= tolerance
 
 
 def assert_equals_jit(name: str, planner: Any, steps: int = 2) -> None:
@@ -75,52 +66,6 @@ def test_pipeline_equals_jit(name: str, planner: Any):
 @pytest.mark.parametrize(("name", "planner"), SLOW_CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_more_pipelines_equal_jit(name: str, planner: Any):
     assert_equals_jit(name, planner)
-
-
-def mlp(layers: int = 4, rows: int = 16) -> tuple[Any, Any]:
-    keys = jax.random.split(KEY, layers + 2)
-    params = [jax.random.normal(k, (8, 8)) / 3 for k in keys[:layers]]
-    return params, {"x": jax.random.normal(keys[-2], (rows, 8)), "y": jax.random.normal(keys[-1], (rows, 8))}
-
-
-def predict(params: Any, x: jax.Array) -> jax.Array:
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return x
-
-
-def step_of(
-    loss: Callable[[Any, Any], jax.Array], optimizer: optax.GradientTransformation
-) -> Callable[[Any, Any], Any]:
-    def step(state: Any, batch: Any) -> Any:
-        params, moments = state
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, moments = optimizer.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), {"loss": value, "norm": optax.tree.norm(grads)}
-
-    return step
-
-
-def squared(params: Any, batch: Any) -> jax.Array:
-    return jnp.sum((predict(params, batch["x"]) - batch["y"]) ** 2)
-
-
-def tied(params: Any, batch: Any) -> jax.Array:
-    """The first matrix is the last one too."""
-    return jnp.mean((predict([*params, params[0].T], batch["x"]) - batch["y"]) ** 2)
-
-
-def dropped(params: Any, batch: Any) -> jax.Array:
-    x = batch["x"]
-    for i, w in enumerate(params):
-        x = jnp.tanh(x @ w) * jax.random.bernoulli(jax.random.fold_in(KEY, i), 0.8, (x.shape[0], 8))
-    return jnp.sum((x - batch["y"]) ** 2)
-
-
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.1),
-    "adamw+clip": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
-}
 
 
 @pytest.mark.parametrize(
@@ -169,18 +114,6 @@ def test_interleaved_stages():
         assert plan.offsets == (0, 2, 0, 2)
         assert plan.schedule.name == "interleaved"
         assert_close(parallel(state, batch), jax.jit(step)(state, batch))
-
-
-def written(planner: Pipeline, loss: Callable[..., jax.Array] = squared, layers: int = 4) -> Any:
-    """(plan, cut, program) of a small step on four devices."""
-    params, batch = mlp(layers)
-    step = step_of(loss, OPTIMIZERS["adamw+clip"])
-    parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
-    arguments = (params, OPTIMIZERS["adamw+clip"].init(params)), batch
-    plan = parallel.plan(*arguments)
-    traced = parallel.trace(*arguments)
-    cut = stages.cut(traced.graph, plan.firsts, traced.state_pairs)
-    return plan, cut, build(traced, plan, cut, jax.devices()[:4])
 
 
 def test_every_segment_is_compiled_for_the_devices_of_its_stage(monkeypatch: pytest.MonkeyPatch):
@@ -237,26 +170,6 @@ def test_layers_by_name():
         autopar.parallelize(
             training.step, planner=Pipeline(stages=2, microbatches=2, layers="Bloc"), devices=jax.devices()[:2]
         ).plan(training.state, training.batch)
-
-
-def residual(vocabulary: int = 96, width: int = 8, layers: int = 6) -> tuple[Callable[..., Any], Any]:
-    """A step of a language model whose embedding is also its head, and its arguments."""
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        h = params["embedding"][tokens]
-        for up, down in params["blocks"]:
-            h = h + jnp.tanh(h @ up) @ down
-        log_p = jax.nn.log_softmax(h @ params["embedding"].T)
-        return -jnp.take_along_axis(log_p, tokens[..., None], -1).mean()
-
-    def step(params: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    keys = jax.random.split(KEY, layers + 1)
-    blocks = [(jax.random.normal(k, (width, 4 * width)), jax.random.normal(k, (4 * width, width))) for k in keys[1:]]
-    params = {"embedding": jax.random.normal(keys[0], (vocabulary, width)), "blocks": blocks}
-    return step, (params, jnp.arange(64).reshape(16, 4) % vocabulary)
 
 
 def test_state_may_be_read_in_another_stage_than_makes_it_anew():

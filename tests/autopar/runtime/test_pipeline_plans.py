@@ -21,17 +21,8 @@ from passes.layers import blocks
 from passes.pipeline import body_of
 from passes.plan.pipeline_diff import PipelineDiff
 from passes.transforms import loop_of, stages
-from tests.autopar.runtime.test_pipeline import (
-    KEY,
-    OPTIMIZERS,
-    assert_close,
-    mlp,
-    residual,
-    squared,
-    step_of,
-    tied,
-    written,
-)
+from tests.autopar.runtime.pipeline_steps import KEY, OPTIMIZERS, mlp, residual, squared, step_of, tied, written
+from tests.closeness import assert_close
 from tests.sample import half, some
 
 
@@ -73,6 +64,7 @@ def test_microbatches_change_nothing_of_how_megatron_cuts_weights():
         plan = autopar.parallelize(step, planner=planner, cluster="1x4:v100-16g").plan(*args)
         found.append(dict(zip(plan.input_names, map(str, plan.layout.inputs), strict=True)))
     weights = [name for name in found[0] if name.startswith("params")]
+    assert len(weights) == 13  # the embedding and two of each of six blocks
     assert all("tensor" in found[1][name] for name in weights)
     assert all("data" not in found[1][name] for name in weights)
 
@@ -277,8 +269,8 @@ def test_the_search_finds_stages_where_hosts_are_far_apart():
     assert isinstance(found["near"], autopar.Plan)
     for cluster, plan in ((far, found["far"]), (near, found["near"])):
         for count in (4, 16):
-            by_hand = Pipeline(stages=2, microbatches=count)
-            other = autopar.parallelize(step, cluster=cluster, planner=by_hand).plan(state, batch)
+            hand_made = Pipeline(stages=2, microbatches=count)
+            other = autopar.parallelize(step, cluster=cluster, planner=hand_made).plan(state, batch)
             assert plan.step_seconds <= other.step_seconds * (1 + 1e-9)
         whole = autopar.parallelize(step, cluster=cluster).plan(state, batch)
         assert plan.step_seconds <= whole.step_seconds * (1 + 1e-9)

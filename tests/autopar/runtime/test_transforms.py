@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,14 +16,6 @@ from jax.sharding import Mesh, PartitionSpec
 import autopar
 from passes.errors import PlanningError
 from tests.sample import slow, some
-
-
-@pytest.fixture(autouse=True, scope="module")
-def unoptimized() -> Iterator[None]:
-    """Machine code is left as it is first written: most of these tests' time is LLVM's."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @jax.custom_jvp

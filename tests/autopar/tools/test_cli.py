@@ -15,65 +15,12 @@ from autopar.tools.parsing import commands_of
 from passes.errors import ClusterError
 from passes.plan import Plan
 from passes.plan.json import version
-
-GOLDEN = Path(__file__).parents[2] / "golden"
-PLAN, OTHER = str(GOLDEN / "plan.json"), str(GOLDEN / "plan_other.json")
-
-TRAIN = """\
-import jax
-import jax.numpy as jnp
-import autopar
-
-def step(params, batch):
-    loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(batch @ p["up"]) @ p["down"]))(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-def example():
-    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
-    return step, ({"up": f32(64, 256), "down": f32(256, 64)}, f32(128, 64))
-
-def example_with_keywords():
-    step, (params, batch) = example()
-    return step, (params,), {"batch": batch}
-
-@autopar.parallelize(static_argnames="rate", donate_argnums=0)
-def parallel_step(params, batch, rate):
-    return jax.tree.map(lambda p: p - rate, params), step(params, batch)[1]
-
-def parallel_example():
-    _, (params, batch) = example()
-    return parallel_step, [params, batch], {"rate": 0.5}
-
-def lone_example():
-    return step, example()[1][1]
-
-def flat_example():
-    return step, *example()[1]
-
-def not_an_example():
-    return 17
-
-constant = 17
-"""
+from tests.autopar.tools.train_module import OTHER, PLAN, TRAIN
 
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """A folder with train.py, as the current one."""
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "broken.py").write_text("import a_module_that_nobody_has\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    # Bytecode is told from its source by size and second: of a file written twice in one, the first would be run.
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    yield tmp_path
-    for name in ("train", "broken"):
-        sys.modules.pop(name, None)
 
 
 def test_show_prints_the_plan(capsys):
@@ -222,7 +169,7 @@ def _unknown(*args, **kwargs):
     raise ClusterError("made up")
 
 
-def test_it_runs_as_a_program():
+def test_the_command_line_runs_as_a_program():
     ran = subprocess.run(
         [sys.executable, "-m", "autopar.tools.cli", "diff", PLAN, OTHER], capture_output=True, text=True
     )

@@ -17,13 +17,13 @@ from passes.plan import LayerCost, load_plan
 from passes.plan.text import layers_table
 from passes.planners import reasons
 from passes.planners.placement_reasons import ROUGH
-from tests.autopar.tools.test_cli import PLAN, train  # noqa: F401 # a fixture
+from tests.autopar.tools.train_module import PLAN  # a fixture
 
 ARGUMENTS = ["plan", "train:example", "--cluster", "4:h100", "--no-cache"]
 
 
 @pytest.fixture
-def plan(train):  # noqa: F811
+def plan(train):
     sys.path.insert(0, str(train))
     assert main([*ARGUMENTS, "--out", "plan.json"]) == 0
     return train / "plan.json"
@@ -133,7 +133,7 @@ def test_arrays_of_several_types_are_named(plan, capsys):
 
 
 @pytest.mark.slow
-def test_alternatives_take_longer_and_need_less(train, capsys):  # noqa: F811
+def test_alternatives_take_longer_and_need_less(train, capsys):
     assert main([*ARGUMENTS, "--alternatives", "3", "--out", "p.json", "--plot", "front.svg"]) == 0
     assert "time against memory" in capsys.readouterr().out
     assert Path("front.svg").stat().st_size > 1000
@@ -145,13 +145,13 @@ def test_alternatives_take_longer_and_need_less(train, capsys):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_front_ends_where_nothing_needs_less(train):  # noqa: F811
+def test_a_front_ends_where_nothing_needs_less(train):
     example = fit.Example.of(*targets.example("train:example"))
     step = autopar.parallelize(example.step, cluster="1:h100")
     assert 1 <= len(front(step, example.args, {}, 30)) < 30
 
 
-def test_the_command_line_pins(train, capsys):  # noqa: F811
+def test_the_command_line_pins(train, capsys):
     assert main([*ARGUMENTS, "--pin", "up=[x, -]", "--mesh", "x=4", "--out", "p.json"]) == 0
     plan = load_plan("p.json")
     assert str(dict(zip(plan.input_names, plan.inputs, strict=True))["params['up']"]) == "[x, -]"
@@ -159,7 +159,7 @@ def test_the_command_line_pins(train, capsys):  # noqa: F811
         assert main([*ARGUMENTS, *wrong]) == 2
 
 
-def test_three_commands_lead_to_an_explained_plan(train, capsys):  # noqa: F811
+def test_three_commands_lead_to_an_explained_plan(train, capsys):
     assert main([*ARGUMENTS, "--out", "plan.json"]) == 0
     assert main(["explain", "plan.json", "params/up"]) == 0
     assert "lies as" in capsys.readouterr().out

@@ -11,7 +11,6 @@ import pytest
 from autopar.tools.cli import main
 from autopar.tools.export_command import module
 from passes.plan import load_plan
-from tests.autopar.tools.test_cli import train  # noqa: F401 # a fixture
 
 PINNED = ["--pin", "up=[-, x]", "--pin", "down=[x, -]", "--pin", "batch=[y, -]", "--mesh", "x=2,y=2"]
 ARGUMENTS = ["plan", "train:example", "--cluster", "4:h100", "--no-cache", *PINNED, "--out", "plan.json"]
@@ -45,7 +44,7 @@ print("the same")
 
 
 @pytest.fixture
-def plan(train):  # noqa: F811
+def plan(train):
     assert main(ARGUMENTS) == 0
     return train / "plan.json"
 
@@ -116,7 +115,7 @@ def test_a_step_that_the_plan_was_not_made_for_is_refused(plan, capsys):
         (["pipeline:2x2"], "jax-export", "it is one program on one mesh, whose arrays are on devices, and this plan"),
     ],
 )
-def test_what_a_format_does_not_say_is_refused(train, capsys, planner, format, message):  # noqa: F811
+def test_what_a_format_does_not_say_is_refused(train, capsys, planner, format, message):
     base = ["plan", "train:example", "--cluster", "4:h100", "--no-cache", "--planner"]
     assert main([*base, *planner, "--out", "p.json"]) == 0
     assert main(["export", "p.json", "--format", format, "-o", "s.py"]) == 2
@@ -127,7 +126,7 @@ def test_what_a_format_does_not_say_is_refused(train, capsys, planner, format, m
     assert not Path("s.py").exists()
 
 
-def test_microbatches_are_exported_in_the_format_of_jax(train):  # noqa: F811
+def test_microbatches_are_exported_in_the_format_of_jax(train):
     command = ["plan", "train:example", "--cluster", "4:h100", "--no-cache", "--planner", "zero3"]
     assert main([*command, "--microbatches", "4", "--out", "plan.json"]) == 0
     assert main(["export", "plan.json", "--format", "jax-export", "-o", "step.bin"]) == 0

@@ -1,4 +1,4 @@
-"""What fits: the search for the largest, the rows of the planners, the tables, the plots, the command line."""
+"""`autopar fit`: the largest size that fits, the rows of the planners, the tables, the plots, the command line."""
 
 from __future__ import annotations
 
@@ -211,14 +211,14 @@ def test_every_planner_has_a_row():
     assert "planning ZeRO-3" in said
 
 
-def test_megatron_is_the_leanest_where_none_fits_and_the_cheapest_where_all_do():
+def test_megatron_is_the_plan_of_least_memory_where_none_fits_and_the_cheapest_where_all_do():
     step = fit.traced_step(example())
-    cheapest, leanest = (fit.row("Megatron", step, room(limit)) for limit in (AMPLE, 1))
+    cheapest, smallest = (fit.row("Megatron", step, room(limit)) for limit in (AMPLE, 1))
     assert cheapest.fits
-    assert not leanest.fits
-    assert leanest.plan.peak_nbytes <= cheapest.plan.peak_nbytes
-    assert cheapest.plan.step_seconds <= leanest.plan.step_seconds
-    assert leanest.over_nbytes == leanest.plan.peak_nbytes - leanest.limit_nbytes
+    assert not smallest.fits
+    assert smallest.plan.peak_nbytes <= cheapest.plan.peak_nbytes
+    assert cheapest.plan.step_seconds <= smallest.plan.step_seconds
+    assert smallest.over_nbytes == smallest.plan.peak_nbytes - smallest.limit_nbytes
 
 
 def test_a_parallel_step_keeps_its_options():

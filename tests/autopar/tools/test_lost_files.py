@@ -1,4 +1,4 @@
-"""What commands write: nothing that they read, nothing by halves, no option dropped."""
+"""Files that commands write: never over one that they read, never in part, and no option is dropped."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_nothing_is_written_over_what_is_read(plan: Path, capsys: Any, command: 
         ["plan", "lost_files_step:example", "--cluster", "2:h100", "--out", "out.png", "--no-cache"],
     ],
 )
-def test_what_was_there_stays_where_the_disk_is_full(
+def test_a_file_keeps_its_contents_where_the_disk_is_full(
     plan: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ):
     pytest.importorskip("matplotlib")

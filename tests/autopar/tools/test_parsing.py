@@ -7,7 +7,7 @@ import pytest
 
 from autopar.tools.cli import main, parser
 from autopar.tools.parsing import commands_of
-from tests.autopar.tools.test_cli import PLAN
+from tests.autopar.tools.train_module import PLAN
 
 COMMANDS = commands_of(parser())
 

@@ -12,10 +12,10 @@ from autopar.tools.cli import main
 from autopar.tools.printing import printed
 from passes.plan import Plan
 from passes.text import Column, Table
-from tests.autopar.tools.test_cli import PLAN, train  # noqa: F401 # a fixture
+from tests.autopar.tools.train_module import PLAN  # a fixture
 
 
-def test_a_saved_plan_is_counted_for_the_cluster_that_is_named(train):  # noqa: F811
+def test_a_saved_plan_is_counted_for_the_cluster_that_is_named(train):
     command = ["plan", "train:example", "--planner", "dp", "--cluster"]
     assert main([*command, "4:a100-80g", "--out", "a100.json"]) == main([*command, "4:h100", "--out", "h100.json"]) == 0
     assert main([*command[:2], "--planner", "manual:a100.json", "--cluster", "4:h100", "--out", "moved.json"]) == 0
@@ -24,7 +24,7 @@ def test_a_saved_plan_is_counted_for_the_cluster_that_is_named(train):  # noqa: 
     assert moved.seconds == pytest.approx(expected.seconds)
 
 
-def test_what_cannot_be_printed_is_an_error_in_words(capsys, train, monkeypatch):  # noqa: F811
+def test_what_cannot_be_printed_is_an_error_in_words(capsys, train, monkeypatch):
     assert main(["plan", "train:example", "--cluster", "4:h100", "--planner", "dp", "--out", "plan.json"]) == 0
     for encoding in ("ascii", "latin-1"):
         with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What a search tells while it runs, and what Ctrl-C leaves of it."""
+"""The progress that a search reports while it runs, and the plan that it returns after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from passes.pipeline.shapes import Draft
 from passes.plan import Plan
 from passes.progress import Deadline, Report, SearchContext
 from passes.step import Step, Variant
-from tests.autopar.rewrite.test_remat import arguments
-from tests.autopar.rewrite.test_remat import train_step as deep_step
-from tests.autopar.tools.test_cli import TRAIN
+from tests.autopar.rewrite.deep_steps import arguments
+from tests.autopar.rewrite.deep_steps import train_step as deep_step
+from tests.autopar.tools.train_module import TRAIN
 
 CLUSTER = "2x4:a100-80g"
 
@@ -107,8 +107,8 @@ class Searched:
                 raise KeyboardInterrupt
 
     @property
-    def by_hand(self) -> SimpleNamespace:
-        """What was looked at by hand: all of it."""
+    def hand_made(self) -> SimpleNamespace:
+        """The hand-made plans, none of which was left out."""
         return SimpleNamespace(left_out=False)
 
     def fits(self, limit: float) -> bool:
@@ -179,7 +179,7 @@ def test_every_mesh_is_tabulated_and_solved():
     assert all(p.seconds_left is None for p in told)
 
 
-def test_forms_are_named_and_may_have_a_time_budget():
+def test_variants_are_named_and_may_have_a_time_budget():
     told: list[Progress] = []
     found = cheapest_variant(varied(told.append, {2: 0.9, 4: 0.8, 5: 0.7}, seconds=60.0))
     assert (found.step_seconds, found.microbatches) == (0.7, 2)
@@ -202,7 +202,7 @@ def test_forms_are_named_and_may_have_a_time_budget():
     assert 0 < left[-1] <= left[0] <= 60.0
 
 
-def test_forms_that_compute_more_than_one_too_dear_are_not_planned():
+def test_variants_that_compute_more_than_one_too_dear_are_not_planned():
     """As it is in two microbatches the step takes longer than what fits: no less in four, whatever it keeps."""
     search = varied(lambda _: None, {2: 0.9, 4: 0.8}, least=lambda place: 0.85 if place >= 5 else 0.1)
     assert cheapest_variant(search).step_seconds == 0.8
@@ -217,8 +217,8 @@ def test_no_time_is_left_where_none_was_given():
 
 
 @pytest.mark.parametrize(("most", "planned", "seconds"), [(3, 4, 0.9), (4, 4, 0.9), (99, 10, 0.7)])
-def test_a_search_among_forms_ends_after_so_much_work(most: int, planned: int, seconds: float):
-    """The step as it is and the leanest form in each number of microbatches are planned whatever that takes."""
+def test_a_search_among_variants_ends_after_so_much_work(most: int, planned: int, seconds: float):
+    """The step as it is and the variant of least memory in each number of microbatches are planned in any case."""
     search = varied(lambda _: None, {2: 0.9, 4: 0.8, 5: 0.7}, most=most)
     found = cheapest_variant(search)
     assert (search.operators, found.step_seconds) == (planned, seconds)
@@ -250,7 +250,7 @@ def test_stages_are_told():
     assert all(p.total is None and p.best_seconds for p in priced)
 
 
-def test_planners_by_hand_tell_nothing():
+def test_hand_made_planners_tell_nothing():
     assert heard(planner=autopar.DataParallel()) == []
 
 
@@ -270,7 +270,7 @@ def test_the_best_mesh_so_far_is_returned():
     whole = plan(None)
     assert whole.solution.status == "optimal"
     assert found.step_seconds >= whole.step_seconds
-    assert autopar.parallelize(train_step, cluster=CLUSTER, planner=autopar.Manual(found)).plan(*GIVEN)
+    assert plan(None, planner=autopar.Manual(found)).diff(found).is_empty
 
 
 def test_without_a_plan_so_far_there_is_none():
@@ -283,13 +283,13 @@ def test_a_planner_that_was_not_asked_to_is_stopped():
         plan(stopping(lambda p: p.done == 2), planner=autopar.Auto())
 
 
-def test_a_search_among_forms_returns_the_best_that_fits():
+def test_a_search_among_variants_returns_the_best_that_fits():
     report = stopping(lambda p: p.phase.startswith("2 microbatches: fit"))
     found = cheapest_variant(varied(report, {2: 0.9, 4: 0.8}))
     assert (found.step_seconds, found.microbatches, found.solution.status) == (0.8, 1, "interrupted")
 
 
-def test_a_search_among_forms_without_one_that_fits_has_none():
+def test_a_search_among_variants_without_one_that_fits_has_none():
     with pytest.raises(KeyboardInterrupt):
         cheapest_variant(varied(stopping(lambda p: p.phase.startswith("2 microbatches")), {5: 0.7}))
     report = stopping(lambda p: p.phase.startswith("4 microbatches"))

@@ -1,4 +1,4 @@
-"""What if: figures by their closed forms, sweeps, saved plans, the command line and its plot."""
+"""`autopar simulate`: figures by their closed forms, sweeps, saved plans, the command line and its plot."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_step_without_integers_has_an_unknown_number_of_tokens():
 
 
 @pytest.mark.slow
-def test_what_fits_nowhere_has_the_leanest_plan_and_the_reason():
+def test_what_fits_nowhere_has_the_plan_of_least_memory_and_the_reason():
     simulated = autopar.simulate(step, ARGS, cluster="8:h100", planner=[DataParallel(), Auto()], memory_limit="1 KiB")
     for row in simulated.rows:
         assert row.estimate is not None

@@ -1,4 +1,4 @@
-"""Whole training steps that are measured: real trainings, and a cluster that takes as long as they do."""
+"""Measurement of whole training steps, and clusters that are fitted to take as long."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ def test_every_element_once_where_it_is_read_and_on_from_a_position(source: Any)
     assert placed[-1]["x"].sharding == where["x"].sharding
     assert len(placed[-1]["x"].sharding.device_set) == 8
     own = list(parallel.batches(source(), own_rows=True))
-    assert all(isinstance(b["x"], jax.Array) and b["x"].shape == (8, 2) for b in own if b)
+    assert len(own) == len(BATCHES)
+    assert all(isinstance(b["x"], jax.Array) and b["x"].shape == (8, 2) for b in own)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What crosses from stage to stage takes as long as arithmetic says, of links of devices and of hosts."""
+"""Seconds of transfers from stage to stage, by arithmetic from the links of devices and of hosts."""
 
 from dataclasses import replace
 

@@ -1,11 +1,10 @@
-"""What the search over stages answers: when it is interrupted, where networks or memory are short, and what it
-refuses."""
+"""The search over stages: when it is interrupted, where networks or memory are short, and options that it refuses."""
 
 import itertools
 import math
 import random
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from passes.inter_op import Candidate, LowerBound, Partition, Submesh, build, su
 from passes.inter_op.costs import in_flight_counts
 from passes.inter_op.schedules import in_flight
 from passes.progress import SearchContext
-from tests.passes.inter_op.test_inter_op import CASES, SCHEDULES, Random, brute_force, host, partition, shaped
+from tests.passes.inter_op.made_up import CASES, SCHEDULES, Alike, Random, brute_force, host, partition, shaped
 from tests.sample import some
 
 
@@ -89,39 +88,6 @@ def test_the_dynamic_program_alone_is_close(seed: int) -> None:
     partition_found = partition(n_layers, whole, choices, table, **options, most_extended=0)
     assert partition_found.bound <= best * (1 + 1e-9)
     assert best * (1 - 1e-9) <= partition_found.seconds <= 1.06 * best
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alike:
-    """Layers that all take `seconds` of one device for a whole step; a device more is worth `efficiency` of one."""
-
-    seconds: float = 3.0
-    efficiency: float = 1.0
-    finish_seconds: float = 0.0
-    persistent_nbytes: int = 0
-    in_flight_nbytes: int = 0
-    hop_seconds: float = 0.0
-
-    def candidate(
-        self, first: int, last: int, submesh: Submesh, microbatches: int, cutoff: float = math.inf
-    ) -> Candidate:
-        speed = 1 + (submesh.n_devices - 1) * self.efficiency
-        part = (last - first) * self.seconds / microbatches / speed / 3
-        return Candidate(
-            forward_seconds=part,
-            backward_seconds=2 * part,
-            input_gradient_seconds=part,
-            weight_gradient_seconds=part,
-            finish_seconds=self.finish_seconds,
-            persistent_nbytes=(last - first) * self.persistent_nbytes // submesh.n_devices,
-            in_flight_nbytes=(last - first) * self.in_flight_nbytes // submesh.n_devices,
-        )
-
-    def boundary_nbytes(self, cut: int, microbatches: int) -> int:
-        return 1
-
-    def transfer_seconds(self, senders: range, receivers: range, nbytes: int) -> float:
-        return self.hop_seconds * nbytes
 
 
 SIZES = shaped(host(8), tuple(range(1, 9)))
@@ -238,7 +204,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
-def test_what_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanningError, match=message):
         partition(**{"n_layers": 4, "whole": host(4), "choices": (host(2), host(4)), "table": Alike(), **options})
 

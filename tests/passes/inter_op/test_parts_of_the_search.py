@@ -14,8 +14,7 @@ from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
 from passes.inter_op.infeasible import infeasible_error
 from passes.inter_op.requests import Requests
 from passes.inter_op.search import branch_and_bound
-from tests.passes.inter_op.test_inter_op import CASES, Random, brute_force, host, partition, shaped
-from tests.passes.inter_op.test_partitions import Alike
+from tests.passes.inter_op.made_up import CASES, Alike, Random, brute_force, host, partition, shaped
 
 LAYERS, DEVICES = 4, 4
 

@@ -84,7 +84,7 @@ def test_every_schedule_verifies_and_has_an_order(name: str, groups: int, chunks
 
 
 @pytest.mark.parametrize(("name", "p", "v"), CASES)
-def test_so_much_is_in_flight(name: str, p: int, v: int) -> None:
+def test_microbatches_in_flight_are_as_many_as_published(name: str, p: int, v: int) -> None:
     for m in microbatches(name, p):
         bounds = {
             "gpipe": [m] * p,

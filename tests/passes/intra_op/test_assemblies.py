@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from passes.cluster import Mesh, parse_cluster
+from passes.cluster import Mesh
 from passes.errors import PlanningError
 from passes.intra_op import assemble
 from passes.intra_op.assembly import Subproblem, full_placements, full_target, stacked
@@ -39,59 +39,16 @@ from passes.intra_op.strategy_space import subsets
 from passes.ir import Graph, Node, TensorType
 from passes.ir.control import PortUse
 from passes.memory import peak
-from passes.placement import Layout, Placement, group, resharding_plan
+from passes.placement import group, resharding_plan
 from passes.planners.checks import check_devices
 from passes.sharding import Resharder, ShardingSpec, parse_spec, replicated
 from passes.solver import SolverOptions, solve
 from passes.step import Step
-
-CLUSTER = parse_cluster("8:a100-80g")
-MESH = Mesh(axes=("x", "y"), sizes=(4, 2), cluster=CLUSTER)
-FORWARD, BACKWARD = "jvp(net)", "transpose(jvp(net))"
-STATE = ((0, 0), (1, 1))
-W, M, X = range(3)
-
-
-def step(rows: int = 8) -> Graph:
-    """A product with a weight, its gradient, and an update with momentum."""
-    shapes = ((16, 32), (16, 32), (rows, 16), (rows, 32), (16, 32), (16, 32), (16, 32), ())
-    nodes = (
-        Node(primitive="dot_general", inputs=(X, W), outputs=(3,), params=contracting(1, 0), scope=FORWARD),
-        Node(primitive="reduce_sum", inputs=(3,), outputs=(7,), params={"axes": (0, 1)}, scope=FORWARD),
-        Node(primitive="dot_general", inputs=(X, 3), outputs=(4,), params=contracting(0, 0), scope=BACKWARD),
-        Node(primitive="add", inputs=(M, 4), outputs=(5,)),
-        Node(primitive="sub", inputs=(W, 5), outputs=(6,)),
-    )
-    types = tuple(TensorType(shape=shape, dtype="float32") for shape in shapes)
-    return Graph(types=types, nodes=nodes, inputs=(W, M, X), outputs=(6, 5, 7))
-
-
-def contracting(left: int, right: int) -> dict[str, object]:
-    return {"dimension_numbers": (((left,), (right,)), ((), ()))}
-
-
-GRAPH = step()
-GROUPING = group(GRAPH)
-RESHARDER = Resharder(MESH)
+from tests.passes.intra_op.small_step import CLUSTER, FORWARD, GRAPH, GROUPING, MESH, RESHARDER, STATE, M, W, X, whole
 
 
 def assembled():
     return assemble(GRAPH, MESH, GROUPING, RESHARDER, STATE)
-
-
-def whole() -> Layout:
-    ranks = [len(t.shape) for t in GRAPH.types]
-    return Layout(
-        inputs=tuple(replicated(ranks[v]) for v in GRAPH.inputs),
-        placements=tuple(
-            Placement(
-                operands=tuple(replicated(ranks[v]) for v in node.inputs),
-                results=tuple(replicated(ranks[v]) for v in node.outputs),
-            )
-            for node in GRAPH.nodes
-        ),
-        outputs=tuple(replicated(ranks[v]) for v in GRAPH.outputs),
-    )
 
 
 def choices(assembly, count=20):
@@ -162,7 +119,7 @@ def test_what_is_held_throughout_is_the_inputs_and_never_more_than_the_peak() ->
         assert sum(sizes) <= memory.peak_nbytes
 
 
-def test_a_limit_below_the_smallest_strategies_is_hopeless() -> None:
+def test_a_limit_below_the_smallest_strategies_is_infeasible() -> None:
     assembly = assembled()
     row = live(assembly, ((2, -1),), np.inf)
     least = sum(float(sizes.min()) for sizes in row.nbytes.values())
@@ -171,7 +128,7 @@ def test_a_limit_below_the_smallest_strategies_is_hopeless() -> None:
     assert list(map(is_infeasible, within)) == [True, False]
 
 
-def test_state_that_the_update_alone_reads_may_rest_elsewhere() -> None:
+def test_state_that_the_update_alone_reads_is_idle_and_offloading_it_leaves_two_buffers() -> None:
     assert idle_state(GRAPH, STATE) == (M,)
     assert offloaded_nbytes(GRAPH, whole(), (W, M), MESH) == [16 * 32 * 4] * 2
     assert away([5, 3, 4, 2]) == 14 - 2 * 5
@@ -195,14 +152,14 @@ def test_a_problem_with_the_host_has_every_placement_of_state_twice_at_the_price
         assert offloading.problem.evaluate(there) == pytest.approx(seconds + transfer_seconds(nbytes, MESH))
 
 
-def test_a_plan_by_hand_may_offload_what_it_places() -> None:
-    by_hand, offloading = zero(assembled(), 1), with_host(assembled(), (1,))
-    problem = restricted_to(offloading, by_hand).problem
-    choice = solve(by_hand.problem, SolverOptions()).choice
+def test_a_hand_made_plan_may_offload_what_it_places() -> None:
+    hand_made, offloading = zero(assembled(), 1), with_host(assembled(), (1,))
+    problem = restricted_to(offloading, hand_made).problem
+    choice = solve(hand_made.problem, SolverOptions()).choice
     away = offloading.offloading(choice, offloading.idle)
     assert np.isfinite([problem.evaluate(choice), problem.evaluate(away)]).all()
     (node,) = offloading.idle
-    kept = np.isfinite(by_hand.problem.seconds[node])
+    kept = np.isfinite(hand_made.problem.seconds[node])
     assert not kept.all()
     assert np.isfinite(problem.seconds[node]).tolist() == [*kept, *kept]
 
@@ -277,7 +234,7 @@ def test_data_parallelism_cuts_the_batch_and_nothing_of_the_state() -> None:
     assert list(map(str, layout.inputs)) == ["[-, -]", "[-, -]", "[x, -]"]
 
 
-def test_what_cannot_be_restricted_so_says_why() -> None:
+def test_a_mesh_of_other_than_all_devices_is_refused() -> None:
     check_devices(CLUSTER, data=4, tensor=2)
     with pytest.raises(PlanningError, match="this makes 6 devices, and cluster '8:a100-80g' has 8"):
         check_devices(CLUSTER, data=3, tensor=2)

@@ -1,4 +1,4 @@
-"""What was seen of a device, beyond its data sheet, and what it adds to costs."""
+"""Measured figures of a device, beyond its data sheet, and what they add to the seconds of operators."""
 
 import dataclasses
 

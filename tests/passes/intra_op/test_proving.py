@@ -1,4 +1,4 @@
-"""A plan within a memory limit is brought nearer to the optimum, and no more is proven of it than is asked for."""
+"""Plans within a memory limit are brought nearer to the optimum, until the gap that was asked for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def searched(share: float) -> tuple[MeshSearch, Limits]:
     traced = trace(step, args, {}, donate_argnums=(0, 1))
     problems = MeshProblems(step=Step(graph=traced.graph, state_pairs=traced.state_pairs, donated=traced.donated))
     search = MeshSearch(
-        planner="auto", problems=problems, options=SolverOptions(), hand_made=restrictions.hand_made_plans
+        planner="auto", problems=problems, options=SolverOptions(), hand_made_plans=restrictions.hand_made_plans
     )
     cluster = parse_cluster("8:a100-80g")
     search.over([named(cluster, ("x", 8)), named(cluster, ("x", 2), ("y", 4))])
@@ -49,7 +49,7 @@ def searched(share: float) -> tuple[MeshSearch, Limits]:
 
 
 @pytest.mark.parametrize("share", [SHARE, 1.0])
-def test_what_is_nearer_keeps_the_limit_and_takes_no_longer(share: float):
+def test_a_plan_nearer_to_the_optimum_keeps_the_limit_and_takes_no_longer(share: float):
     search, limits = searched(share)
     first = search.cheapest_within(limits)
     nearer = search.closer(limits)

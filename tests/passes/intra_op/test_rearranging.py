@@ -60,7 +60,7 @@ HEADS = product((2, 16, 4, 8), (2, 16, 4, 8), (2, 4, 16, 16), ((3,), (3,)), ((0,
     ],
     ids=["transpose", "heads", "scores", "batch first", "sums first", "gradient of a weight", "of one", "reshape"],
 )
-def test_what_is_taken_in_another_order(graph, operands):
+def test_operands_that_are_taken_in_another_order(graph, operands):
     assert rearranged(rule_of(graph.nodes[0], graph)) == operands
 
 

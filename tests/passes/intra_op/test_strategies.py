@@ -116,7 +116,7 @@ def test_operators_of_two_names_are_told_apart():
     assert len({Operator(primitive=n, rule=grouping.rules[3], reads=(), writes=()) for n in ("sub", "add")}) == 2
 
 
-def test_what_is_kept_with_a_resharder_is_made_once():
+def test_a_tabulator_is_made_once_for_a_resharder():
     resharder, other = Resharder(mesh_of((2,))), Resharder(mesh_of((4,)))
     assert resharder.kept(Tabulator) is resharder.kept(Tabulator)
     assert resharder.kept(Tabulator) is not other.kept(Tabulator)

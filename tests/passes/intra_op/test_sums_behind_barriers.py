@@ -1,4 +1,4 @@
-"""A plan of a step with recomputation takes the seconds that the search was told of its answer, of any answer."""
+"""Steps with recomputation: a plan takes the seconds that its answer has in the problem, for any answer."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Gradients of weights that are made of others are summed up behind what makes less of them."""
+"""Gradients of weights that are made of other weights are reduced after the operator that makes them smaller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The sums of a program in its sharding problem: in the order of their readers, with the seconds of going on."""
+"""Sums in a program's sharding problem: readers in their order, with the seconds from one reader's placement to the
+next.
+"""
 
 import numpy as np
 

@@ -63,7 +63,7 @@ def unfit(count: int, expected_nbytes: float, lowest_nbytes: float = 0.0, *, lef
     search = SimpleNamespace(
         expected_nbytes=expected_nbytes,
         problems=SimpleNamespace(lowest_nbytes=lowest_nbytes),
-        by_hand=SimpleNamespace(left_out=left_out),
+        hand_made=SimpleNamespace(left_out=left_out),
     )
     return Trial(variant=Variant(microbatches=count), search=cast("Any", search))
 

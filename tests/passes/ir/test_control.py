@@ -1,4 +1,4 @@
-"""Loops and branches as planning reads them: ports, wires and trips; and which nodes have effects."""
+"""Loops and branches as planning reads them: ports, their uses and trips; and which nodes have effects."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def test_a_loop_that_is_written_is_read_again() -> None:
     assert scan_of(Node(primitive="add", inputs=(0, 1), outputs=(2,))) is None
 
 
-def test_slots_of_a_loop_join_what_hangs_on_them() -> None:
+def test_values_at_one_port_of_a_loop_are_of_its_type() -> None:
     control = control_of((graph := looped(body())).nodes[0], graph)
     assert control is not None
     (inner,) = control.bodies
@@ -45,8 +45,8 @@ def test_slots_of_a_loop_join_what_hangs_on_them() -> None:
     assert [port_use.stacked for port_use in control.results] == [False, True]
     assert control.operands[1].port == control.results[0].port == inner.inputs[1] == inner.outputs[0]
     for port_use, value in zip(control.operands, graph.nodes[0].inputs, strict=True):
-        of_slot = control.ports[port_use.port].type
-        assert graph.types[value].shape == ((LOOP.length, *of_slot.shape) if port_use.stacked else of_slot.shape)
+        of_port = control.ports[port_use.port].type
+        assert graph.types[value].shape == ((LOOP.length, *of_port.shape) if port_use.stacked else of_port.shape)
 
 
 def test_an_ordinary_operator_has_no_control_flow() -> None:

@@ -12,7 +12,7 @@ from passes.layers.even_ranges import even_ranges
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_even_ranges_are_the_best(seed: int) -> None:
+def test_no_other_ranges_have_a_lighter_heaviest_one(seed: int) -> None:
     r = random.Random(seed)
     weights = [r.choice([0.0, 1.0, r.random()]) for _ in range(r.randint(1, 9))]
     n_stages = r.randint(1, len(weights))
@@ -28,7 +28,7 @@ def test_even_ranges_are_the_best(seed: int) -> None:
     assert max(sum(weights[first:last]) for first, last in ranges) == pytest.approx(best)
 
 
-def test_even_ranges_are_even_ranges() -> None:
+def test_earlier_ranges_have_the_remainder_and_none_is_empty() -> None:
     assert even_ranges([1] * 10, 4) == ((0, 3), (3, 6), (6, 8), (8, 10))
     assert even_ranges([1] * 8, 4) == ((0, 2), (2, 4), (4, 6), (6, 8))
     with pytest.raises(InternalError, match="2 layers cannot be divided into 3 stages"):

@@ -1,4 +1,4 @@
-"""Random programs of one device, for the tests of what is fused and of what is live."""
+"""Operations and random programs of one device, and what kernels make of them, for the tests of passes/memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from passes.memory.device_program import DeviceProgram
+from passes.memory.fusion import Kernel
 from passes.memory.operations import Kind, Operation
 
 ROWS, TABLE = (64,), (64, 96)
@@ -18,6 +19,25 @@ def operation(
     """An operation of float32; `name` is its opcode. What is reduced is a table, along its last dimension."""
     along: tuple[object, ...] = ((1,),) if kind == "reduce" else ()
     return Operation(kind, operands, shape, "float32", -1, tag=tag if tag is not None else (name or kind, *along))
+
+
+def narrow(kind: Kind, *operands: int, shape: tuple[int, ...] = TABLE, name: str = "", tag: object = None) -> Operation:
+    """An operation of bfloat16."""
+    return operation(kind, *operands, shape=shape, name=name, tag=tag)._replace(dtype="bfloat16")
+
+
+def inside(kernel: Kernel, operations: Sequence[Operation]) -> tuple[set[int], set[int]]:
+    """(what a kernel computes, what of its reads that needs), followed from the operation that it writes."""
+    computed, met = {kernel.operation}, set[int]()
+    pending = [*operations[kernel.operation].operands]
+    while pending:
+        one = pending.pop()
+        if one in kernel.reads:
+            met.add(one)
+        elif one not in computed and operations[one].kind != "literal":
+            computed.add(one)
+            pending.extend(operations[one].operands)
+    return computed, met
 
 
 def drawn(seed: int, size: int = 24) -> DeviceProgram:

@@ -1,4 +1,4 @@
-"""How often a kernel's code has an operation: once for every index at which it is read."""
+"""The number of times that a kernel's code has an operation: once for each index at which it is read."""
 
 from __future__ import annotations
 

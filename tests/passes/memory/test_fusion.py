@@ -9,7 +9,7 @@ import pytest
 from passes.memory.fusion import ONCE, Kernel, fuse
 from passes.memory.kernel_graph import PRODUCERS
 from passes.memory.operations import ELEMENTWISE, Operation
-from tests.passes.memory.device_programs import TABLE, drawn, operation
+from tests.passes.memory.device_programs import TABLE, drawn, inside, operation
 
 SEEDS = range(100)
 
@@ -27,20 +27,6 @@ def needed(operations: tuple[Operation, ...], outputs: tuple[int, ...]) -> set[i
             members.add(one)
             pending.extend(operations[one].operands)
     return members
-
-
-def inside(kernel: Kernel, operations: tuple[Operation, ...]) -> tuple[set[int], set[int]]:
-    """(what a kernel computes, what of its reads that needs), followed from the operation that it writes."""
-    computed, met = {kernel.operation}, set[int]()
-    pending = [*operations[kernel.operation].operands]
-    while pending:
-        one = pending.pop()
-        if one in kernel.reads:
-            met.add(one)
-        elif one not in computed and operations[one].kind != "literal":
-            computed.add(one)
-            pending.extend(operations[one].operands)
-    return computed, met
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -63,16 +49,16 @@ def test_kernels_read_what_they_do_not_compute(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_dear_is_computed_once(seed: int) -> None:
+def test_expensive_operations_are_computed_once(seed: int) -> None:
     drawn_program = drawn(seed)
     kernels = kernels_of(drawn_program.operations, drawn_program.outputs)
     times = Counter(one for kernel in kernels.values() for one in inside(kernel, drawn_program.operations)[0])
-    dear = {i for i, held in enumerate(drawn_program.operations) if held.kind in ONCE}
-    assert {i: n for i, n in times.items() if i in dear and n > 1} == {}
+    expensive = {i for i, held in enumerate(drawn_program.operations) if held.kind in ONCE}
+    assert {i: n for i, n in times.items() if i in expensive and n > 1} == {}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_dear_is_not_computed_for_every_row_that_a_broadcast_makes(seed: int) -> None:
+def test_expensive_operations_are_not_computed_for_every_row_that_a_broadcast_makes(seed: int) -> None:
     drawn_program = drawn(seed)
 
     def below(kernel: Kernel, index: int, spread: bool) -> set[tuple[int, bool]]:
@@ -124,20 +110,20 @@ def test_a_chain_of_cheap_operations_is_one_kernel() -> None:
     assert fused(A, B, *chain, outputs=(4,)) == {0: (), 1: (), 4: (0, 1)}
 
 
-def test_a_cheap_operation_is_computed_for_each_reader_and_a_dear_one_is_not() -> None:
+def test_a_cheap_operation_is_computed_for_each_reader_and_an_expensive_one_is_not() -> None:
     for kind, wanted in (("elementwise", {0: (), 2: (0,), 3: (0,)}), ("expensive", {0: (), 1: (0,), 2: (1,), 3: (1,)})):
         shared = operation(kind, 0, name="negate")
         dots = [operation("elementwise", 1, name="a"), operation("elementwise", 1, name="b")]
         assert fused(A, shared, *dots, outputs=(2, 3)) == wanted
 
 
-def test_a_dear_operation_is_not_computed_for_every_row_of_a_broadcast() -> None:
+def test_an_expensive_operation_is_not_computed_for_every_row_of_a_broadcast() -> None:
     once, spread = operation("expensive", 0, name="exponential"), operation("broadcast", 1, shape=TABLE, tag=(0,))
     last = operation("elementwise", 2, 2, shape=TABLE, name="add")
     assert fused(A, once, spread, last, outputs=(3,)) == {0: (), 1: (0,), 3: (1,)}
 
 
-def test_nor_is_one_that_only_a_cheap_operation_stands_between() -> None:
+def test_an_expensive_operation_before_a_cheap_one_is_not_computed_for_every_row_of_a_broadcast() -> None:
     once, cheap = operation("expensive", 0, name="exponential"), operation("elementwise", 1, name="negate")
     spread = operation("broadcast", 2, shape=TABLE, tag=(0,))
     last = operation("elementwise", 3, 3, shape=TABLE, name="add")

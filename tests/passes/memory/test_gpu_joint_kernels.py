@@ -1,15 +1,13 @@
-"""The kernels of XLA's GPU compiler that write several arrays: laws of random programs, and small ones by hand."""
+"""Kernels of XLA's GPU compiler that write several arrays: laws on random programs, and small examples."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import pytest
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_fusion import OPERANDS, fuse
-from passes.memory.gpu_joint_kernels import OPERANDS as JOINT_OPERANDS
+from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_joint_kernels import OPERANDS
 from passes.memory.gpu_schedules import arrays_of, live_nbytes, post_order
 from passes.memory.gpu_tasks import at_once, reads_of, tasks_of
 from passes.memory.gpu_times import COPY
@@ -17,15 +15,11 @@ from passes.memory.liveness import lifetimes
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from tests.passes.memory.device_programs import TABLE, drawn, operation, program
+from tests.passes.memory.gpu_kernels import joint
 
 LOGITS = (4096, 2048)
 COLUMNS = ("reduce-sum", (0,))
 ROWS = ("reduce-sum", (1,))
-
-
-def joint(operations: Sequence[Operation], *outputs: int) -> set[tuple[int, ...]]:
-    """What kernels of several arrays write."""
-    return {kernel.joint for kernel in fuse(operations, outputs)} - {()}
 
 
 def update() -> list[Operation]:
@@ -40,7 +34,6 @@ def update() -> list[Operation]:
 
 def test_a_joint_kernel_has_as_many_operands_as_any() -> None:
     """Sums of columns of one array, each with another one beside it: no more than a kernel may read and write."""
-    assert JOINT_OPERANDS == OPERANDS
     arrays = [operation("input", shape=LOGITS, tag=i) for i in range(OPERANDS)]
     every = list(arrays)
     for other in range(1, OPERANDS):
@@ -77,7 +70,7 @@ def test_a_joint_kernel_is_one_task_and_its_arrays_have_names() -> None:
     arrays = arrays_of(described, kernels, tasks)
     assert arrays.names[name] == (name,)
     assert arrays.made_nbytes[tasks.started(tasks.reads[name][0])] == 2 * described.operations[4].nbytes
-    assert live_nbytes(tasks, arrays, post_order(tasks)) >= 0
+    assert live_nbytes(tasks, arrays, post_order(tasks)) == described.operations[4].nbytes
     order = schedule(described, kernels)
     assert order.index(5) == order.index(4) + 1
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from passes.ir import Node, TensorType
-from passes.memory.gpu_fusion import fuse
 from passes.memory.lowering_rules import to_xla
 from passes.memory.operations import DRAWN, Compiler, Operation, Operations
 from tests.passes.memory.device_programs import ROWS, TABLE, operation
+from tests.passes.memory.gpu_kernels import written
 
 
 def lowered(compiler: Compiler) -> list[Operation]:
@@ -38,15 +38,15 @@ def dropped(readers: int) -> list[Operation]:
     return [*mask, *tables, *selects]
 
 
-def written(readers: int) -> set[int]:
+def in_memory(readers: int) -> set[int]:
     every = dropped(readers)
-    return {kernel.operation for kernel in fuse(every, range(len(every) - readers, len(every)))}
+    return written(every, *range(len(every) - readers, len(every)))
 
 
 def test_a_mask_is_in_memory_from_the_kernel_that_draws_it_to_the_one_that_reads_it_again() -> None:
-    assert 4 in written(readers=2)
-    assert 3 not in written(readers=2)
+    assert 4 in in_memory(readers=2)
+    assert 3 not in in_memory(readers=2)
 
 
 def test_a_mask_for_one_kernel_is_nowhere() -> None:
-    assert written(readers=1).isdisjoint({3, 4})
+    assert in_memory(readers=1).isdisjoint({3, 4})

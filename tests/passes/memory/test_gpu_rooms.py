@@ -1,4 +1,4 @@
-"""Rooms of loops on GPUs: one kernel makes those of one shape, and loops list them before what they only read."""
+"""Buffers that GPU loops fill: one kernel makes all of a shape, and loops list them before what they only read."""
 
 from __future__ import annotations
 

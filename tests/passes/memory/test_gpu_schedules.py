@@ -1,4 +1,4 @@
-"""The orders that XLA's GPU compiler starts from, and what it makes of them: laws, and small programs by hand."""
+"""Orders of kernels that XLA's GPU compiler starts from and ends with: laws on random programs, and small examples."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Rows less their maximum on GPUs: in memory where something else than Triton's kernels reads them."""
+"""Softmax on GPUs: rows less their maximum are written where kernels other than Triton's read them."""
 
 from __future__ import annotations
 
 import pytest
 
-from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_softmax import apart
 from passes.memory.operations import Operation
 from tests.passes.memory.device_programs import ROWS, TABLE, operation
+from tests.passes.memory.gpu_kernels import written
 
 BY_COLUMNS = ("reduce-max", (0,))
 ALL = ("reduce-sum", (0,))
@@ -29,10 +29,6 @@ def shifted(*, largest: object = None) -> list[Operation]:
         operation("broadcast", 8, shape=TABLE, tag=(0,)),
         operation("elementwise", 5, 9, shape=TABLE, name="subtract"),
     ]
-
-
-def written(operations: list[Operation], *outputs: int) -> set[int]:
-    return {kernel.operation for kernel in fuse(operations, outputs)}
 
 
 def test_logits_of_which_labels_are_picked_are_written_less_their_maximum() -> None:

@@ -1,4 +1,4 @@
-"""Times of kernels on GPUs: what few columns are made of is written before it is added up."""
+"""Seconds of kernels on GPUs, and the arrays that are written for them: few columns, long rows, wide types."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_logarithm_of_each_row_is_computed_once_where_rows_are_long(columns:
     assert (2 in {kernel.operation for kernel in fuse(every, (4,))}) == is_written
 
 
-def test_what_few_blocks_read_gains_less() -> None:
+def test_writing_gains_less_where_few_blocks_read() -> None:
     def gained(columns: int) -> float:
         shape: Shape = (128, columns)
         every = [

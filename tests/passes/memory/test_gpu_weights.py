@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from passes.memory.gpu_collectives import combined
-from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_weights import AGAIN, laid_out
 from passes.memory.operations import Operation, Shape
 from tests.passes.memory.device_programs import operation
+from tests.passes.memory.gpu_kernels import joint
 
 IMAGES, CHANNELS = (8, 4, 4, 16), (16, 32)
 REDUCED = ("all_reduce", ("x",), "sum")
@@ -36,11 +34,6 @@ def layers(window: Shape = (1, 1), result: Shape = IMAGES) -> list[Operation]:
         operation("elementwise", 8, shape=kernel, name="negate"),
         operation("elementwise", 0, 9, shape=kernel, name="add"),
     ]
-
-
-def joint(operations: Sequence[Operation], *outputs: int) -> set[tuple[int, ...]]:
-    """What kernels of several arrays write."""
-    return {kernel.joint for kernel in fuse(operations, outputs)} - {()}
 
 
 def test_the_gradient_of_points_reads_weights_that_are_converted_once_more() -> None:

@@ -12,13 +12,8 @@ from passes.memory.gpu_widening import widened
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from passes.memory.split_products import weights_of
-from tests.passes.memory.device_programs import TABLE, drawn
-from tests.passes.memory.test_xla_gpu import MATRIX, kernels_of
-
-
-def narrow(kind: str, *operands: int, name: str = "", tag: object = None) -> Operation:
-    """An operation of bfloat16."""
-    return Operation(kind, operands, TABLE, "bfloat16", -1, tag=tag if tag is not None else (name or kind,))  # type: ignore[arg-type]
+from tests.passes.memory.device_programs import TABLE, drawn, narrow
+from tests.passes.memory.gpu_kernels import MATRIX, kernels_of
 
 
 def test_what_is_added_and_multiplied_stays_wide_in_between() -> None:

@@ -1,4 +1,4 @@
-"""Windows are reduced in the layout in which a collective sends the result, where nothing else reads it."""
+"""Layouts of reduced windows: that in which a collective sends the result, where nothing else reads it."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def test_what_is_reduced_is_transposed_in_place_of_the_result():
     [pooled("reduce-window-max", operation("elementwise", 1, shape=NARROW, name="negate")), pooled("convolution")],
     ids=["another reader", "another operation"],
 )
-def test_anything_else_is_transposed_itself(operations: list[Operation]):
+def test_results_with_another_reader_or_of_another_operation_are_transposed_themselves(operations: list[Operation]):
     assert laid_out(operations) == (tuple(operations), tuple(range(len(operations))))

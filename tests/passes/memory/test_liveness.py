@@ -233,7 +233,7 @@ def test_loops_over_constants_alone_run_before_what_reads_arguments() -> None:
     assert schedule(device_program, fuse(device_program.operations, device_program.outputs)) == [0, 3, 1, 4, 5, 6]
 
 
-def test_what_is_received_is_found_by_addresses_that_stay_as_long() -> None:
+def test_a_collective_of_several_arrays_has_a_table_of_their_addresses_as_long_as_they_live() -> None:
     sent = operation("collective", 0, shape=(2,))._replace(dtype="uint64")
     parts = [operation("result", 1, tag=i) for i in range(2)]
     every = [operation("input", shape=TABLE, tag=0), sent, *parts, operation("dot", 2, 3), operation("dot", 4, 4)]

@@ -122,7 +122,7 @@ def test_what_is_fused_is_never_written():
     assert needed(program.graph(program.dot(once, 1))).nbytes["transients"] == NBYTES  # what the dot reads
 
 
-def test_cheap_operations_are_computed_for_every_reader_and_dear_ones_once():
+def test_cheap_operations_are_computed_for_every_reader_and_expensive_ones_once():
     """One array lies where the second result will be: what the product reads, or what both results read."""
     for primitive, count in (("neg", 0), ("exp", 1)):
         program = Program(2)
@@ -242,7 +242,7 @@ def test_all_reduces_that_do_not_wait_for_each_other_hold_everything_they_send()
     assert (memory.nbytes["transients"], memory.nbytes["collective buffers"]) == (0, 4 * NBYTES + addresses)
 
 
-def test_what_is_cut_counts_a_piece():
+def test_of_a_cut_array_a_device_holds_one_piece():
     program = Program(1)
     graph = program.graph(program.add("neg", 0))
     piece = Placement(operands=(CUT,), results=(CUT,))

@@ -60,7 +60,7 @@ def kept(operations: Operations, given: dict[int, np.ndarray]) -> list[np.ndarra
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_kept_computes_what_was_asked_for(seed: int) -> None:
+def test_simplified_operations_compute_the_same(seed: int) -> None:
     r, rng, operations = random.Random(seed), np.random.default_rng(seed), Operations()
     given: dict[int, np.ndarray] = {}
     wanted: dict[int, np.ndarray] = {}
@@ -155,7 +155,7 @@ def test_equal_operations_are_one() -> None:
         ("divide", 1.0, False, True),
     ],
 )
-def test_what_changes_nothing_is_left_out(name: str, value: float, first: bool, second: bool) -> None:
+def test_operations_that_change_nothing_are_left_out(name: str, value: float, first: bool, second: bool) -> None:
     """`first` and `second` say on which side a number may be left out."""
     operations = Operations()
     type = TensorType(shape=(4,), dtype="float32")

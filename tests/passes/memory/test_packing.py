@@ -30,7 +30,7 @@ def test_some_order_of_placing_has_the_heap_and_none_less_than_is_live(spans: li
     assert min(heaps) >= live_nbytes(spans)
 
 
-def test_what_lives_at_once_is_counted_moment_by_moment():
+def test_live_bytes_are_the_most_of_any_moment():
     spans = [Span(3, 0, 2), Span(4, 2, 3), Span(5, 3, 3)]
     assert live_nbytes(spans) == max(
         sum(span.nbytes for span in spans if span.first <= moment <= span.last) for moment in range(4)

@@ -1,4 +1,4 @@
-"""What finds room where arguments were and outputs will be never meets what is there, nor one another."""
+"""Buffers in the room of dead arguments and of outputs that are not yet made: none overlaps another that is live."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_an_output_is_written_over_may_end_as_it_is_written():
     assert unplaced([span], [Place(4, -1, 3)]) == [span]
 
 
-def test_what_is_left_of_a_chain_is_one_buffer():
+def test_unplaced_parts_of_a_chain_that_follow_each_other_are_one_buffer():
     chain = [Span(4, 1, 3, chain=7, events=(2,)), Span(4, 3, 5, chain=7, events=(4,)), Span(4, 5, 8, chain=7)]
 
     def left(*places: Place) -> list[Span]:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from passes.memory.operations import Kind, Operation
+from passes.memory.operations import Operation
 from passes.memory.tpu_copies import copied
 from passes.memory.tpu_layouts import stored
-from tests.passes.memory.device_programs import drawn, operation
+from tests.passes.memory.device_programs import drawn, narrow, operation
 
 IMAGES = {(8, 64, 64, 3): 4194304, (8, 32, 32, 3): 1048576}
 """Shapes of images in bfloat16 -> bytes of the copy that a convolution reads, of AlexNet and of Wide-ResNet on v5p."""
-
-
-def narrow(kind: Kind, *operands: int, shape: tuple[int, ...], name: str = "") -> Operation:
-    """An operation of bfloat16."""
-    return operation(kind, *operands, shape=shape, name=name)._replace(dtype="bfloat16")
 
 
 @pytest.mark.parametrize("shape", IMAGES)

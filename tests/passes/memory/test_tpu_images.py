@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from passes.memory.operations import Kind, Operation
+from passes.memory.operations import Operation
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_images import images
 from passes.memory.tpu_layouts import stored
-from tests.passes.memory.device_programs import drawn, operation
+from tests.passes.memory.device_programs import drawn, narrow, operation
 
 IMAGES = {(32, 96, 96, 160): 150994944, (32, 96, 96, 64): 75497472, (4, 256, 256, 64): 67108864}
 """Shapes of images in bfloat16 -> bytes, as the compiler lays them out on v5e."""
-
-
-def narrow(kind: Kind, *operands: int, shape: tuple[int, ...], name: str = "") -> Operation:
-    """An operation of bfloat16."""
-    return operation(kind, *operands, shape=shape, name=name)._replace(dtype="bfloat16")
 
 
 def network(shape: tuple[int, ...]) -> tuple[Operation, ...]:

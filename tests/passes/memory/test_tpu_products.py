@@ -1,4 +1,4 @@
-"""What TPUs multiply: float32 rounded to bfloat16, unless the program asks for more."""
+"""Products on TPUs: float32 is rounded to bfloat16, unless the program asks for more."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from passes.cluster import parse_cluster
 from passes.memory import xla, xla_cpu, xla_gpu, xla_tpu
 from passes.memory.accounting import model_of
 from passes.memory.device_program import DeviceProgram
-from passes.memory.fusion import Kernel
 from passes.memory.gpu_collectives import COMBINED_NBYTES, combined
-from passes.memory.gpu_fusion import FUSIBLE, OPERANDS, fuse
+from passes.memory.gpu_fusion import FUSIBLE, fuse
+from passes.memory.gpu_joint_kernels import OPERANDS
 from passes.memory.liveness import lifetimes
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
@@ -18,11 +18,11 @@ from passes.memory.reassociation import reassociated
 from passes.memory.split_products import WEIGHTS, split
 from passes.memory.xla_cpu import temporaries
 from passes.placement import resharding_plan
-from tests.passes.intra_op.test_assemblies import GRAPH, GROUPING, MESH, RESHARDER, whole
-from tests.passes.memory.device_programs import TABLE, drawn, operation
+from tests.passes.intra_op.small_step import GRAPH, GROUPING, MESH, RESHARDER, whole
+from tests.passes.memory.device_programs import TABLE, drawn, inside, operation
+from tests.passes.memory.gpu_kernels import MATRIX, kernels_of
 
 SEEDS = range(100)
-MATRIX = (((1,), (0,)), ((), ()))
 
 SPLITS = {
     "h100": {
@@ -36,10 +36,6 @@ SPLITS = {
     }
 }
 """Rows, contracted elements and columns of a bfloat16 product -> its parts, as jax-cuda12-pjrt 0.10.2 compiles it."""
-
-
-def kernels_of(program: DeviceProgram) -> dict[int, Kernel]:
-    return {kernel.operation: kernel for kernel in fuse(program.operations, program.outputs)}
 
 
 @pytest.mark.parametrize("device", SPLITS)
@@ -72,11 +68,10 @@ def test_kernels_read_what_is_in_memory_and_run_after_it(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_only_what_can_be_computed_again_is_not_written(seed: int) -> None:
     program = drawn(seed)
-    read = {o for held in program.operations for o in held.operands}
-    kernels = kernels_of(program)
-    absent = {i for i in read if i not in kernels and program.operations[i].kind not in FUSIBLE}
-    reached = {i for kernel in kernels.values() for i in kernel.reads}
-    assert not absent & reached
+    for kernel in kernels_of(program).values():
+        computed, met = inside(kernel, program.operations)
+        assert met == set(kernel.reads)
+        assert {program.operations[one].kind for one in computed - {kernel.operation}} <= FUSIBLE
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -216,14 +211,15 @@ def test_all_gathers_of_any_dtype_are_sent_together_from_where_they_are() -> Non
     assert [operations[p].kind for p in place[2:]] == ["result", "result"]
 
 
-def test_what_is_held_at_the_busiest_moment_is_what_is_live_then() -> None:
+def test_what_is_held_at_the_peak_is_what_is_live_then() -> None:
     layout = whole()
     step = GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0}
     for compiler in (xla_cpu.COMPILER, xla.Compiler(combine=combined, fuse=fuse, schedule=schedule)):
         memory = xla.temporaries(compiler, *step)
         assert sum(holder.nbytes for holder in memory.holders) == max(memory.over_time)
         assert max(memory.over_time) >= GRAPH.types[3].nbytes
-    assert model_of(parse_cluster("8:h100").group().device)(*step).over_time
+    memory = model_of(parse_cluster("8:h100").group().device)(*step)
+    assert sum(holder.nbytes for holder in memory.holders) == max(memory.over_time)
 
 
 def test_devices_have_the_model_of_their_compiler() -> None:

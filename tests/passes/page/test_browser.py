@@ -16,8 +16,7 @@ import pytest
 from passes.cluster import Mesh
 from passes.page import Measured, MeasuredSpan, html
 from passes.plan import AnyPlan, LayerCost, Operator, Plan
-from tests.passes.plan.made_up import CLUSTER, DOWN, UP, floats, make_plan
-from tests.passes.plan.test_face import make_pipeline
+from tests.passes.plan.made_up import CLUSTER, DOWN, UP, floats, make_pipeline, make_plan
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,7 @@ from passes.plan import Alternative, AnyPlan
 from passes.plan.account import alternatives_from_json
 from passes.plan.json import as_object
 from passes.plan.text import everything
-from tests.passes.plan.made_up import make_plan
-from tests.passes.plan.test_face import make_pipeline
+from tests.passes.plan.made_up import make_pipeline, make_plan
 
 PLANS = [make_plan(), make_pipeline()]
 
@@ -33,6 +32,14 @@ def test_every_operator_is_in_one_block_of_its_stage(plan: AnyPlan) -> None:
     for stage, program in enumerate(plan.programs):
         counted = sum(block.operators for block in blocks if block.stage == stage)
         assert counted == sum(1 for _ in everything(program.operators))
+
+
+def test_operators_of_a_block_are_listed_by_phase() -> None:
+    plan = make_plan()
+    transposed = replace(plan.operators[0], scope="transpose(jvp(h_0))")
+    blocks = blocks_of((replace(plan, operators=(*plan.operators, transposed)),))
+    listed = {block.name: {at: sum(row.count for row in rows) for at, rows in block.rows.items()} for block in blocks}
+    assert listed == {"h_0": {"forward": 2, "backward": 1}, "h_1": {"forward": 2}, layer_names.UPDATE: {"apply": 2}}
 
 
 def test_equal_layers_share_their_list_of_operators() -> None:
@@ -128,7 +135,7 @@ def test_a_field_of_what_was_rejected_is_named_where_it_is_wrong() -> None:
         alternatives_from_json(fields)
 
 
-def test_a_search_tells_of_the_other_meshes(tmp_path: Path) -> None:
+def test_a_search_tells_of_the_other_meshes() -> None:
     step = autopar.parallelize(lambda w, x: x @ w, cluster="2x2:a100-80g")
     plan = step.plan(jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((64, 64), "float32"))
     (other,) = {"mesh x=4", "mesh x=2 x y=2"} - {f"mesh {plan.mesh}"}

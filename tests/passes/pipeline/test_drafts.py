@@ -128,13 +128,13 @@ def test_an_interrupted_search_takes_the_first_draft_that_can_be_planned() -> No
 
 
 @pytest.mark.parametrize(
-    ("begins", "devices", "by_hand"), [((0, 2), (2, 2), 1), ((0, 3), (2, 2), 0), ((0, 2), (1, 3), 0)]
+    ("begins", "devices", "hand_made"), [((0, 2), (2, 2), 1), ((0, 3), (2, 2), 0), ((0, 2), (1, 3), 0)]
 )
-def test_stages_by_hand_are_even_and_on_equal_submeshes(
-    begins: tuple[int, ...], devices: tuple[int, ...], by_hand: int
+def test_hand_made_stages_are_even_and_on_equal_submeshes(
+    begins: tuple[int, ...], devices: tuple[int, ...], hand_made: int
 ) -> None:
     """They may need all that there is, searched ones leave a margin."""
     draft = drafted(microbatches=4, seconds=1.0, nbytes=15, shape=Shape(begins=begins, devices=devices))
-    limits = Limits(searched=10.0, by_hand=20.0)
-    assert draft.excess(limits) == (0.75 if by_hand else 1.5)
-    assert draft.excess(limits.times(3)) == (0.25 if by_hand else 0.5)
+    limits = Limits(searched=10.0, hand_made=20.0)
+    assert draft.excess(limits) == (0.75 if hand_made else 1.5)
+    assert draft.excess(limits.times(3)) == (0.25 if hand_made else 0.5)

@@ -33,7 +33,7 @@ def test_floors_are_those_of_the_best_mesh_worth_having(seed: int) -> None:
             assert found.nbytes[first, last] == pytest.approx(count @ nbytes)
 
 
-def test_what_has_no_price_takes_no_less_than_what_lies_between_its_neighbours_prices() -> None:
+def test_a_number_of_microbatches_without_a_price_takes_no_less_than_between_its_neighbours() -> None:
     """A microbatch takes min over two ways of (a / count + b): the chord of known steps is below each step between."""
     counts = (4, 16, 32, 64, 128)
     period = {n: min(6 / n + 0.05, 4 / n + 0.07) for n in counts}

@@ -10,7 +10,7 @@ from passes.pipeline.segments import subgraph_of, value_specs
 from passes.pipeline.structural_hash import structural_hash
 from passes.transforms.stages import state_pairs_of
 from passes.transforms.time_axis import whole_layout
-from tests.passes.transforms.test_stages import APPLY, SIDE, made
+from tests.passes.transforms.random_steps import APPLY, SIDE, made
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -59,7 +59,7 @@ def test_what_a_task_raises_is_raised():
         pool.call("index", [*TASKS, ("z",)])
 
 
-def test_what_cannot_be_sent_is_done_here():
+def test_tasks_that_cannot_be_pickled_are_done_by_the_caller():
     with WorkerPool(partial(callable), 2) as pool:
         for _ in range(20):
             assert pool.call("__call__", [(lambda: None,), (len,), (0,)]) == [True, True, False]

@@ -1,4 +1,4 @@
-"""What one small value makes of two large ones lies as each of those does."""
+"""Operator groups around small values: two batches that share a scale are placed each by itself."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_results_in_another_order_are_the_results(case: str):
 
 
 @pytest.mark.parametrize("case", IN_ORDER)
-def test_what_needs_the_order_is_seen(case: str):
+def test_steps_that_need_the_order_of_rows_are_recognised(case: str):
     with jax.enable_x64(True):
         assert rows_of(IN_ORDER[case])[1] is None
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from passes.cluster import Cluster, Collective, DeviceSpec, HostGroup, Mesh
 from passes.cluster.cluster import Link
+from passes.inter_op import StageCost, Transfer
 from passes.ir import Graph, Node, TensorType
 from passes.placement import Placement
-from passes.plan import Operator, Plan, Solution
+from passes.plan import Operator, PipelinePlan, Plan, Solution
 from passes.plan.json import text
 from passes.sharding import parse_spec, replicated
 
@@ -136,3 +137,24 @@ def edited(plan: Plan, old: str, new: str) -> object:
     written = text(plan.to_json())
     assert old in written
     return json.loads(written.replace(old, new, 1))
+
+
+def make_pipeline() -> PipelinePlan:
+    """Two stages of equal plans, each on a cluster's devices of its own, with two microbatches."""
+    stage, cost = make_plan(), StageCost(forward_seconds=1.0, backward_seconds=2.0, persistent_nbytes=100)
+    (group,) = CLUSTER.groups
+    return PipelinePlan(
+        fingerprint=stage.fingerprint,
+        cluster=replace(CLUSTER, groups=(replace(group, hosts=2 * group.hosts),)),
+        planner="made up",
+        schedule_name="1f1b",
+        chunks=1,
+        microbatches=2,
+        firsts=(0, 1),
+        stages=(stage, stage),
+        costs=(cost, replace(cost, persistent_nbytes=300)),
+        transfers=(Transfer(forward_seconds=0.25, backward_seconds=0.5),),
+        sent_nbytes=(8, 0),
+        input_names=stage.input_names,
+        output_names=stage.output_names,
+    )

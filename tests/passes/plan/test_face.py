@@ -6,33 +6,11 @@ from pathlib import Path
 import pytest
 
 from passes.errors import PlanningError
-from passes.inter_op import StageCost, Transfer
 from passes.plan import INTERRUPTED, AnyPlan, PipelinePlan, Plan
 from passes.plan.reading import SCHEMA, read_plan
 from passes.plan.storable import Storable
 from passes.step import Variant
-from tests.passes.plan.made_up import CLUSTER, make_plan
-
-
-def make_pipeline() -> PipelinePlan:
-    """Two stages of equal plans, each on a cluster's devices of its own, with two microbatches."""
-    stage, cost = make_plan(), StageCost(forward_seconds=1.0, backward_seconds=2.0, persistent_nbytes=100)
-    (group,) = CLUSTER.groups
-    return PipelinePlan(
-        fingerprint=stage.fingerprint,
-        cluster=replace(CLUSTER, groups=(replace(group, hosts=2 * group.hosts),)),
-        planner="made up",
-        schedule_name="1f1b",
-        chunks=1,
-        microbatches=2,
-        firsts=(0, 1),
-        stages=(stage, stage),
-        costs=(cost, replace(cost, persistent_nbytes=300)),
-        transfers=(Transfer(forward_seconds=0.25, backward_seconds=0.5),),
-        sent_nbytes=(8, 0),
-        input_names=stage.input_names,
-        output_names=stage.output_names,
-    )
+from tests.passes.plan.made_up import make_pipeline, make_plan
 
 
 @pytest.mark.parametrize(
@@ -74,7 +52,7 @@ def test_a_file_of_the_other_kind_is_refused_by_its_name(kind: type[AnyPlan], ot
 
 
 @pytest.mark.parametrize("plan", [make_plan(), make_pipeline()], ids=["mesh", "pipeline"])
-def test_what_is_asked_of_a_plan_is_answered_by_both_kinds(plan: AnyPlan) -> None:
+def test_plans_of_one_mesh_and_of_pipelines_have_the_same_properties(plan: AnyPlan) -> None:
     assert isinstance(plan, Storable)
     assert all(type(program) is Plan for program in plan.programs)
     assert (plan.timeline is None) == (len(plan.programs) == 1)

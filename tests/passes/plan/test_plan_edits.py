@@ -25,7 +25,7 @@ from tests.passes.plan.made_up import GRAPH, MESH, edited, floats, make_other, m
         ('{"schema": 1, "autopar": "7.0", "fingerprint": "f"}', "no field 'cluster'"),
     ],
 )
-def test_what_is_not_a_plan_says_so(tmp_path, content, message):
+def test_a_file_that_is_no_plan_is_refused(tmp_path, content, message):
     path = tmp_path / "plan.json"
     path.write_text(content)
     with pytest.raises(PlanningError, match=f"plan.json: .*{message}"):
@@ -134,7 +134,7 @@ def test_free_operators_and_aliases_may_lie_anywhere(plan):
     replace(plan, operators=(*products, *moved)).verify(GRAPH)
 
 
-def test_what_passes_a_barrier_is_not_moved_by_it(plan):
+def test_a_barrier_changes_no_placement(plan):
     *others, alias = plan.operators
     moved = replace(alias, placement=placed("[data, -] -> [tensor, data]"))
     with pytest.raises(PlanMismatchError, match=r"\[data, -\] and leaves as \[tensor, data\]"):

@@ -91,7 +91,7 @@ def test_an_option_that_cannot_be_is_refused_by_name(
     assert message in str(error.value)
 
 
-def test_what_may_be_is_kept() -> None:
+def test_options_that_are_allowed_are_kept() -> None:
     assert checked_submeshes("Pipeline", [2, 1, 1]) == (2, 1, 1)
     assert checked_schedules("Auto", ["gpipe", "1f1b"]) == ("gpipe", "1f1b")
     assert checked_schedules("Auto", ("1f1b", "gpipe")) == ("1f1b", "gpipe")

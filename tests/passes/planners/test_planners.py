@@ -1,4 +1,4 @@
-"""Planners on a graph that no function was traced for: Auto against those by hand, and limits that nothing keeps."""
+"""Planners on a graph that no function was traced for: Auto against hand-made ones, and limits that nothing keeps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from passes.memory import margin_of
 from passes.planners import Auto, DataParallel, Megatron, Planner, PlanOptions, Zero
 from passes.planners.planner import limit_nbytes
 from passes.step import Step
-from tests.passes.intra_op.test_assemblies import STATE
-from tests.passes.intra_op.test_assemblies import step as graph_of
+from tests.passes.intra_op.small_step import STATE
+from tests.passes.intra_op.small_step import step as graph_of
 from tests.sample import slow
 
 CLUSTER = parse_cluster("4:a100-80g")
@@ -19,12 +19,12 @@ STEP = Step(graph=graph_of(), state_pairs=STATE, donated=(True, True, False))
 
 
 @pytest.mark.parametrize("planner", [DataParallel(), Zero(1), Zero(3), Megatron(data=2, tensor=2)], ids=repr)
-def test_no_plan_by_hand_is_faster_than_the_one_that_is_searched(planner: Planner) -> None:
-    searched, by_hand = (p.plan(STEP, CLUSTER, PlanOptions()) for p in (Auto(), planner))
-    assert searched.step is by_hand.step is STEP
-    assert searched.plan.step_seconds <= by_hand.plan.step_seconds
+def test_no_hand_made_plan_is_faster_than_the_one_that_is_searched(planner: Planner) -> None:
+    searched, hand_made = (p.plan(STEP, CLUSTER, PlanOptions()) for p in (Auto(), planner))
+    assert searched.step is hand_made.step is STEP
+    assert searched.plan.step_seconds <= hand_made.plan.step_seconds
     assert searched.searched
-    assert not by_hand.searched
+    assert not hand_made.searched
 
 
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_would_do() -> None:

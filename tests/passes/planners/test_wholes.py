@@ -58,7 +58,7 @@ def test_a_loop_over_what_is_taken_for_the_batch_is_said(planner: Any) -> None:
 
 @pytest.mark.parametrize("planner", [autopar.DataParallel(), autopar.Zero(3)])
 @pytest.mark.parametrize("loss", [dense, over_time])
-def test_what_is_cut_is_no_warning(planner: Any, loss: Any) -> None:
+def test_there_is_no_warning_where_state_and_batch_are_cut(planner: Any, loss: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         planned(loss, planner)

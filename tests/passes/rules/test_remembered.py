@@ -1,4 +1,4 @@
-"""What is cached on a graph is computed once, and again when a user has added a rule."""
+"""The cache on a graph: entries are computed once, and again when a user has added a rule."""
 
 import pytest
 

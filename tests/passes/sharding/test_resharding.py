@@ -256,7 +256,7 @@ def test_an_axis_that_does_not_divide_is_no_way() -> None:
         resharder.steps(type, replicated(2), cut_by_four)
 
 
-def test_what_has_no_elements_is_never_cut() -> None:
+def test_arrays_without_elements_are_never_cut() -> None:
     resharder, type = Resharder(TWO_AXES), tensor(0, 8)
     reached = [s for s in resharder.placements(2) if resharder.cost(type, replicated(2), s) < math.inf]
     assert reached
@@ -270,7 +270,7 @@ def test_only_the_minor_axis_is_gathered() -> None:
         Step(kind="all_gather", axes=("x",), dim=0).apply(both)
 
 
-def test_what_others_remember_of_a_mesh_is_made_once() -> None:
+def test_values_that_others_keep_with_a_resharder_are_made_once() -> None:
     made: list[Resharder] = []
 
     def make(resharder: Resharder) -> int:

@@ -1,6 +1,5 @@
 """Elimination, bounds and dominance against brute force, on random problems with shared reshardings."""
 
-import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -15,6 +14,7 @@ from passes.solver.formulation import StrategyProgram
 from passes.solver.linear_program import LinearProgram
 from passes.solver.lower_bound import lifted, loose, priced, raised
 from passes.solver.symmetry import merge_equal_nodes
+from tests.passes.solver.problems import brute_force
 from tests.sample import some
 
 
@@ -64,11 +64,7 @@ def chain(seed: int, copies: int) -> ShardingProblem:
     return ShardingProblem(seconds=one.seconds * copies, edges=tuple(edges))
 
 
-def optimum(problem: ShardingProblem) -> float:
-    return min(problem.evaluate(c) for c in itertools.product(*(range(s.size) for s in problem.seconds)))
-
-
-FEASIBLE = [seed for seed in range(24) if np.isfinite(optimum(random_problem(seed)))]
+FEASIBLE = [seed for seed in range(24) if np.isfinite(brute_force(random_problem(seed)))]
 
 
 def test_a_sum_has_the_nodes_that_it_tells_apart():
@@ -83,11 +79,11 @@ def test_a_sum_has_the_nodes_that_it_tells_apart():
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
-def test_what_is_eliminated_is_the_optimum(seed):
+def test_elimination_finds_the_optimum(seed):
     problem = random_problem(seed)
     result = eliminate(Factors(problem))
-    assert problem.evaluate(result.choice) == pytest.approx(optimum(problem), abs=1e-12)
-    assert result.bound == pytest.approx(optimum(problem), abs=1e-12)
+    assert problem.evaluate(result.choice) == pytest.approx(brute_force(problem), abs=1e-12)
+    assert result.bound == pytest.approx(brute_force(problem), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
@@ -96,15 +92,15 @@ def test_mini_buckets_bound_the_optimum_and_the_beam_finds_it(seed, limit):
     problem = random_problem(seed)
     made = Factors(problem)
     tables = MiniBuckets(made.factors, made.order.nodes, limit)
-    assert tables.bound <= optimum(problem) + 1e-12
+    assert tables.bound <= brute_force(problem) + 1e-12
     result = Beam(made, tables, made.beyond, width=10_000).run()
-    assert problem.evaluate(result.choice) == pytest.approx(optimum(problem), abs=1e-12)
-    assert result.bound == pytest.approx(optimum(problem), abs=1e-12)
+    assert problem.evaluate(result.choice) == pytest.approx(brute_force(problem), abs=1e-12)
+    assert result.bound == pytest.approx(brute_force(problem), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
 def test_a_narrow_beam_says_what_it_may_have_missed(seed):
-    problem, best = random_problem(seed), optimum(random_problem(seed))
+    problem, best = random_problem(seed), brute_force(random_problem(seed))
     made = Factors(problem)
     result = Beam(made, MiniBuckets(made.factors, made.order.nodes, 4), made.beyond, width=2).run()
     assert result.bound <= best + 1e-12
@@ -114,7 +110,7 @@ def test_a_narrow_beam_says_what_it_may_have_missed(seed):
 
 @pytest.mark.parametrize("seed", FEASIBLE)
 def test_groups_in_parts_pay_no_more_than_they_do_and_are_paid_in_full_at_the_end(seed):
-    problem, best = random_problem(seed, readers=5), optimum(random_problem(seed, readers=5))
+    problem, best = random_problem(seed, readers=5), brute_force(random_problem(seed, readers=5))
     if not np.isfinite(best):
         pytest.skip("infeasible instance")
     with mock.patch.object(factors, "GROUP_ENTRIES", 10):
@@ -128,7 +124,7 @@ def test_groups_in_parts_pay_no_more_than_they_do_and_are_paid_in_full_at_the_en
 
 @pytest.mark.parametrize("seed", FEASIBLE[::3])
 def test_groups_in_parts_do_not_keep_a_small_problem_from_its_optimum(seed):
-    problem, best = random_problem(seed, readers=5), optimum(random_problem(seed, readers=5))
+    problem, best = random_problem(seed, readers=5), brute_force(random_problem(seed, readers=5))
     if not np.isfinite(best):
         pytest.skip("infeasible instance")
     with mock.patch.object(factors, "GROUP_ENTRIES", 10):
@@ -142,7 +138,7 @@ def test_rounds_of_a_search_enclose_the_optimum(seed, monkeypatch):
     monkeypatch.setattr(elimination, "_AFFORDABLE_ENTRIES", 0)
     monkeypatch.setattr(elimination, "_LIMITS", (4, 8, 16))
     monkeypatch.setattr(elimination, "_KEPT", (6, 18, 54))
-    problem, best = random_problem(seed, nodes=6), optimum(random_problem(seed, nodes=6))
+    problem, best = random_problem(seed, nodes=6), brute_force(random_problem(seed, nodes=6))
     if not np.isfinite(best):
         pytest.skip("infeasible instance")
     result = enclose(Factors(problem), np.inf, 1e-9)
@@ -155,7 +151,7 @@ def test_rounds_of_a_search_enclose_the_optimum(seed, monkeypatch):
 def test_a_gap_of_small_tables_is_closed_where_exact_ones_can_be_afforded(seed, monkeypatch):
     monkeypatch.setattr(elimination, "_LIMITS", (4,))
     monkeypatch.setattr(elimination, "_KEPT", (1,))
-    problem, best = random_problem(seed), optimum(random_problem(seed))
+    problem, best = random_problem(seed), brute_force(random_problem(seed))
     result = enclose(Factors(problem), np.inf, 1e-9)
     assert problem.evaluate(result.choice) == pytest.approx(best, abs=1e-12)
     assert result.bound == pytest.approx(best, abs=1e-12)
@@ -163,9 +159,9 @@ def test_a_gap_of_small_tables_is_closed_where_exact_ones_can_be_afforded(seed, 
 
 
 @pytest.mark.parametrize("seed", FEASIBLE)
-def test_what_is_dominated_is_not_needed(seed):
+def test_dominated_strategies_are_not_needed(seed):
     problem = random_problem(seed)
-    assert optimum(without_dominated(problem)) == pytest.approx(optimum(problem), abs=1e-12)
+    assert brute_force(without_dominated(problem)) == pytest.approx(brute_force(problem), abs=1e-12)
 
 
 def test_something_is_dominated():
@@ -175,12 +171,12 @@ def test_something_is_dominated():
 
 @pytest.mark.parametrize("seed", FEASIBLE)
 def test_any_prices_give_a_bound_and_fixing_by_it_keeps_the_optimum(seed):
-    problem, best = random_problem(seed), optimum(random_problem(seed))
+    problem, best = random_problem(seed), brute_force(random_problem(seed))
     rng = np.random.default_rng(seed)
     prices = {id(e): (rng.normal(size=3) * 1e-5, rng.normal(size=3) * 1e-5) for e in problem.edges}
     bound = priced(problem, prices, [])
     assert bound.seconds <= best + 1e-12
-    assert optimum(bound.fix_strategies(problem, best + 1e-12)) == pytest.approx(best, abs=1e-12)
+    assert brute_force(bound.fix_strategies(problem, best + 1e-12)) == pytest.approx(best, abs=1e-12)
     better = raised(problem, bound, range(len(problem.seconds)), 8)
     assert bound.seconds <= better.seconds <= best + 1e-12
     again = priced(problem, better.prices, [])
@@ -190,10 +186,10 @@ def test_any_prices_give_a_bound_and_fixing_by_it_keeps_the_optimum(seed):
     assert problem.evaluate(eliminate(moved).choice) == pytest.approx(best, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", some([seed for seed in range(24) if np.isfinite(optimum(chain(seed, 1)))], 1))
+@pytest.mark.parametrize("seed", some([seed for seed in range(24) if np.isfinite(brute_force(chain(seed, 1)))], 1))
 def test_prices_of_equal_layers_bound_layers_that_are_better_off_different(seed):
     problem = chain(seed, 3)
-    best = optimum(problem)
+    best = brute_force(problem)
     if not np.isfinite(best):
         pytest.skip("infeasible instance")
     merged = merge_equal_nodes(problem, 1)
@@ -224,7 +220,7 @@ def test_a_gap_is_due_to_the_nodes_and_groups_that_are_loose(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", FEASIBLE[:20])
-def test_prices_of_an_untied_relaxation_are_as_good_as_it(seed):
+def test_prices_of_a_relaxation_without_merged_nodes_are_as_good_as_it(seed):
     problem = random_problem(seed, readers=1)
     merged = merge_equal_nodes(problem, None)
     program = StrategyProgram(merged.problem)
@@ -244,7 +240,7 @@ def test_entries_of_one_place_add_up_before_a_solver_sees_them():
     assert outcome.objective == pytest.approx(1.0)
 
 
-def test_neighbours_that_are_tied_reach_the_solver_without_doubled_entries(monkeypatch):
+def test_neighbours_that_are_merged_reach_the_solver_without_doubled_entries(monkeypatch):
     """A self-edge of a merged node stands twice in one row; HiGHS crashed on it while branching."""
     seen = []
     real = LinearProgram.triplets

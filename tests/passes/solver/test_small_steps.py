@@ -15,37 +15,36 @@ from passes.solver.formulation import StrategyProgram
 from passes.solver.linear_program import LinearProgram
 from passes.solver.pulp_solver import minimise, solver_named
 from passes.solver.starting_prices import starting_prices
-from tests.passes.solver.test_branching import problem_of
-from tests.passes.solver.test_intra_op import brute_force, random_problem
+from tests.passes.solver.problems import answers, brute_force, problem_of, random_problem
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_single_step_betters_a_polished_answer(seed: int) -> None:
+def test_no_single_step_betters_the_end_of_a_descent(seed: int) -> None:
     rng = np.random.default_rng(seed)
     problem = random_problem(rng)
     start = tuple(int(rng.integers(s.size)) for s in problem.seconds)
-    polished = coordinate_descent(problem, start)
-    assert problem.evaluate(polished) <= problem.evaluate(start)
+    found = coordinate_descent(problem, start)
+    assert problem.evaluate(found) <= problem.evaluate(start)
     for node, seconds in enumerate(problem.seconds):
         for other in range(seconds.size):
-            step = (*polished[:node], other, *polished[node + 1 :])
-            assert problem.evaluate(polished) <= problem.evaluate(step) + 1e-15
+            step = (*found[:node], other, *found[node + 1 :])
+            assert problem.evaluate(found) <= problem.evaluate(step) + 1e-15
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_single_step_within_the_budgets_betters_a_polished_answer(seed: int) -> None:
+def test_no_single_step_within_the_budgets_betters_the_end_of_a_descent(seed: int) -> None:
     problem, _ = problem_of(seed)
     start = [int(np.argmin(seconds)) for seconds in problem.seconds]
-    polished = coordinate_descent(problem, start)
+    found = coordinate_descent(problem, start)
     if problem.fits(start):
-        assert problem.fits(polished)
-        assert problem.evaluate(polished) <= problem.evaluate(start)
+        assert problem.fits(found)
+        assert problem.evaluate(found) <= problem.evaluate(start)
     for node, seconds in enumerate(problem.seconds):
         for other in range(seconds.size):
-            step = (*polished[:node], other, *polished[node + 1 :])
+            step = (*found[:node], other, *found[node + 1 :])
             if problem.fits(step) and np.isfinite(problem.evaluate(step)):
-                assert problem.fits(polished)
-                assert problem.evaluate(polished) <= problem.evaluate(step) + 1e-15
+                assert problem.fits(found)
+                assert problem.evaluate(found) <= problem.evaluate(step) + 1e-15
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -105,12 +104,12 @@ def test_a_budget_as_a_row_is_its_share_of_the_limit(seed: int) -> None:
     problem = replace(problem, budgets=(Budget(nbytes=sizes, copies={}, limit=7.0),))
     program = LinearProgram()
     columns = [program.add_columns(s.size) for s in problem.seconds]
-    budgetrows_found = BudgetRows(problem, program, [np.arange(s.size) for s in problem.seconds], columns, None)
+    made = BudgetRows(problem, program, [np.arange(s.size) for s in problem.seconds], columns, None)
     rows, places, values = program.triplets()
-    (row,) = budgetrows_found.rows
+    (row,) = made.rows
     shares = np.zeros(program.columns)
     np.add.at(shares, places[rows == row], values[rows == row])
-    for choice in itertools.product(*(range(s.size) for s in problem.seconds)):
+    for choice in answers(problem):
         share = sum(shares[own[c]] for own, c in zip(columns, choice, strict=True))
         assert share == pytest.approx(problem.usage(problem.budgets[0], choice) / 7.0)
     assert program.bounds()[2][row] == 1.0

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from passes.errors import PlanningError
-from passes.solver import Budget, Edge, ShardingProblem, SolverOptions, Sums, factors, search, solve
+from passes.solver import ShardingProblem, SolverOptions, factors, search, solve
 from passes.solver.coordinate_descent import coordinate_descent
 from passes.solver.dominance import without_dominated
 from passes.solver.elimination import Factors
@@ -17,69 +16,12 @@ from passes.solver.lower_bound import loose, priced, raised
 from passes.solver.sum_rows import add_sum
 from passes.solver.sums import spare
 from passes.solver.symmetry import merge_equal_nodes
+from tests.passes.solver.problems import ENDS, PLACES, answers, brute_force, moves, random_sums, reading, with_budget
 from tests.sample import half, slow, some
 
-PLACES = ("a", "b", "c", "x+", "y+")
-"""Three placements without partial axes, and two sums."""
 
-ENDS = np.array([not place.endswith("+") for place in PLACES])
-
-
-def moves(rng: np.random.Generator) -> np.ndarray:
-    """Seconds between all placements: to reduce a sum is dear, to go on from there is not always cheap."""
-    seconds = rng.integers(1, 30, size=(len(PLACES), len(PLACES))) * 1e-6
-    seconds[~ENDS] += rng.integers(0, 60) * 1e-6
-    for middle in range(len(PLACES)):
-        seconds = np.minimum(seconds, seconds[:, [middle]] + seconds[[middle], :])
-    if rng.random() < 0.3:  # what is hidden behind computing need not obey the triangle inequality
-        seconds = seconds * rng.integers(1, 4, size=seconds.shape)
-    np.fill_diagonal(seconds, 0.0)
-    return seconds
-
-
-def reading(source: int, targets: dict[int, np.ndarray], before: np.ndarray, seconds: np.ndarray, group: int) -> list:
-    """The edges of a group: every target reads what its strategies say, of all placements or of some."""
-    numbers = np.arange(len(PLACES))
-    return [
-        Edge(
-            source=source,
-            target=target,
-            before=before,
-            after=np.unique(after, return_inverse=True)[1],
-            seconds=seconds[:, np.unique(after)],
-            labels=tuple(PLACES[place] for place in np.unique(after)),
-            origins=PLACES,
-            sums=Sums(rows=~ENDS, names=numbers[np.unique(after)], ends=ENDS, onward=seconds) if many else None,
-            group=group,
-        )
-        for many in [len(targets) > 1]
-        for target, after in targets.items()
-    ]
-
-
-def random_problem(rng: np.random.Generator, nodes: int = 6) -> ShardingProblem:
-    """A small random problem, most of whose values are sums under some strategy."""
-    sizes = rng.integers(1, 4, size=nodes)
-    seconds = [rng.integers(0, 20, size=size) * 1e-6 for size in sizes]
-    edges: list[Edge] = []
-    for group in range(nodes):
-        source = int(rng.integers(nodes))
-        targets = sorted(set(rng.integers(nodes, size=3).tolist()) - {source})
-        reads = {t: rng.choice([0, 0, 1, 1, 2, 3, 4], size=sizes[t]) for t in targets}
-        edges += reading(source, reads, rng.choice([0, 1, 3, 3, 4], size=sizes[source]), moves(rng), group)
-    return ShardingProblem(seconds=tuple(seconds), edges=tuple(edges))
-
-
-def every(problem: ShardingProblem) -> list[tuple[int, ...]]:
-    return list(itertools.product(*(range(s.size) for s in problem.seconds)))
-
-
-def brute_force(problem: ShardingProblem) -> float:
-    return min(problem.evaluate(c) for c in every(problem) if problem.fits(c))
-
-
-def by_hand(problem: ShardingProblem, choice: tuple[int, ...]) -> float:
-    """The seconds of an answer, told as the plan tells them."""
+def seconds_in_turn(problem: ShardingProblem, choice: tuple[int, ...]) -> float:
+    """The seconds of an answer, added up edge by edge in the order of the plan."""
     total = sum(seconds[c] for seconds, c in zip(problem.seconds, choice, strict=True))
     for edges in problem.groups.values():
         at = home = PLACES[edges[0].before[choice[edges[0].source]]]
@@ -119,9 +61,9 @@ LATER = [slow(*case) for case in itertools.product(range(24, 50), (None, 2))]
 
 @pytest.mark.parametrize(("seed", "radius"), [*half(range(24), (None, 2)), *LATER])
 def test_no_bound_is_above_the_cheapest_answer(seed, radius):
-    problem = random_problem(np.random.default_rng(seed))
-    for choice in every(problem)[::7]:
-        assert problem.evaluate(choice) == pytest.approx(by_hand(problem, choice), rel=1e-12)
+    problem = random_sums(np.random.default_rng(seed))
+    for choice in answers(problem)[::7]:
+        assert problem.evaluate(choice) == pytest.approx(seconds_in_turn(problem, choice), rel=1e-12)
     best = brute_force(problem)
     answer = solve(problem, SolverOptions(tie_radius=radius))
     assert answer.bound <= best * (1 + 1e-9)
@@ -133,7 +75,7 @@ def test_no_bound_is_above_the_cheapest_answer(seed, radius):
 def test_prices_of_any_kind_bound_every_answer(seed):
     """Random prices, and those of the relaxation; raised around what is loose, they bound more."""
     rng = np.random.default_rng(seed)
-    problem = random_problem(rng)
+    problem = random_sums(rng)
     best = brute_force(problem)
     program = StrategyProgram(problem)
     program.run(gap=0.0)
@@ -146,9 +88,11 @@ def test_prices_of_any_kind_bound_every_answer(seed):
             higher = raised(problem, bound, range(len(problem.seconds)), 8)
             assert bound.seconds <= higher.seconds <= best + 1e-15
             bound = higher
-            assert loose(problem, bound, (0,) * len(problem.seconds), 0) or bound.seconds > 0
+            for choice in answers(problem)[::7]:
+                gap = problem.evaluate(choice) - bound.seconds
+                assert loose(problem, bound, choice, 0) or gap < 1e-12
         told = Factors(problem, bound)
-        for choice in every(problem)[::11]:
+        for choice in answers(problem)[::11]:
             strategies = {node: np.array(c) for node, c in enumerate(choice)}
             seconds = sum(float(factor.at(strategies)) for factor in told.factors)
             assert seconds == pytest.approx(problem.evaluate(choice), rel=1e-9)
@@ -158,9 +102,9 @@ def test_prices_of_any_kind_bound_every_answer(seed):
 @pytest.mark.parametrize("seed", some(range(25), 12))
 def test_parts_of_a_group_pay_no_more_than_all_of_it(seed, monkeypatch):
     monkeypatch.setattr(factors, "GROUP_ENTRIES", 6)
-    problem = random_problem(np.random.default_rng(seed))
+    problem = random_sums(np.random.default_rng(seed))
     told = Factors(problem)
-    for choice in every(problem)[::5]:
+    for choice in answers(problem)[::5]:
         strategies = {node: np.array(c) for node, c in enumerate(choice)}
         assert sum(float(factor.at(strategies)) for factor in told.factors) <= problem.evaluate(choice) + 1e-15
     best = brute_force(problem)
@@ -170,7 +114,7 @@ def test_parts_of_a_group_pay_no_more_than_all_of_it(seed, monkeypatch):
 
 @pytest.mark.parametrize("seed", some(range(50), 25))
 def test_strategies_that_are_dominated_are_in_no_better_answer(seed):
-    problem = random_problem(np.random.default_rng(seed))
+    problem = random_sums(np.random.default_rng(seed))
     assert brute_force(without_dominated(problem)) == pytest.approx(brute_force(problem), rel=1e-9)
 
 
@@ -196,7 +140,7 @@ def test_what_the_first_reader_saves_may_cost_the_next_more():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_coordinate_descent_ends_where_no_node_is_better_off(seed):
-    problem = random_problem(np.random.default_rng(seed))
+    problem = random_sums(np.random.default_rng(seed))
     found = coordinate_descent(problem, [0] * len(problem.seconds))
     seconds = problem.evaluate(found)
     for node, size in enumerate(s.size for s in problem.seconds):
@@ -207,7 +151,7 @@ def test_coordinate_descent_ends_where_no_node_is_better_off(seed):
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("solver", ["cbc", "highs"])
 def test_a_solver_of_pulp_claims_no_more(seed, solver):
-    problem = random_problem(np.random.default_rng(seed))
+    problem = random_sums(np.random.default_rng(seed))
     best = brute_force(problem)
     answer = solve(problem, SolverOptions(solver=solver))
     assert answer.bound <= best * (1 + 1e-6)
@@ -217,24 +161,16 @@ def test_a_solver_of_pulp_claims_no_more(seed, solver):
 @pytest.mark.parametrize(("seed", "radius"), half(range(25), (None, 2)))
 def test_no_bound_within_budgets_is_above_the_cheapest_answer(seed, radius):
     rng = np.random.default_rng(seed)
-    problem = random_problem(rng)
-    nbytes = {n: rng.integers(0, 50, size=problem.seconds[n].size).astype(float) for n in range(4)}
-    copies = {g: {label: float(rng.integers(1, 30)) for label in "ab"} for g in range(2) if g in problem.groups}
-    budget = Budget(nbytes=nbytes, copies=copies, limit=1.0)
-    used = [problem.usage(budget, c) for c in every(problem)]
-    problem = replace(problem, budgets=(replace(budget, limit=float(np.quantile(used, 0.4)) + 1.0),))
+    problem = with_budget(random_sums(rng), rng, share=0.4)
     best = brute_force(problem)
-    try:
-        answer = solve(problem, SolverOptions(tie_radius=radius, gap=0.0))
-    except PlanningError:
-        return
+    answer = solve(problem, SolverOptions(tie_radius=radius, gap=0.0))
     assert problem.fits(answer.choice)
     assert answer.bound <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_copies_of_a_problem_with_sums_are_merged(seed):
-    one = random_problem(np.random.default_rng(seed))
+    one = random_sums(np.random.default_rng(seed))
     nodes = len(one.seconds)
     edges = [
         replace(e, source=e.source + c * nodes, target=e.target + c * nodes, group=e.group + c * nodes)
@@ -260,7 +196,7 @@ def test_no_answer_leaves_less_than_is_spare_beyond_what_readers_are_charged(see
     charged = [rng.integers(0, 60, size=(rows.size, len(edge.labels))) * 1e-6 for edge in edges]
     found = spare(edges, charged, rows, {})
     problem = ShardingProblem(seconds=(np.zeros(2), *(np.zeros(3),) * 3), edges=tuple(edges))
-    for choice in every(problem):
+    for choice in answers(problem):
         row = choice[0]
         wanted = [edge.after[choice[edge.target]] for edge in edges]
         left = problem.evaluate(choice) - sum(c[row, at] for c, at in zip(charged, wanted, strict=True))

@@ -1,4 +1,4 @@
-"""Quantities as people read them, and tables that keep to their width."""
+"""Quantities in units, and tables that keep to their width."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What no microbatch changes is made in pieces where all want it so."""
+"""Values that are the same for all microbatches are made in pieces only where all of their readers take pieces."""
 
 from passes.ir import Graph, Node, TensorType
 from passes.rules import rule_of

@@ -1,4 +1,4 @@
-"""Sums over microbatches are added up before what is made of them, where that is no more to add up."""
+"""Sums over microbatches are taken before later operators where that adds up no more elements."""
 
 from dataclasses import replace
 

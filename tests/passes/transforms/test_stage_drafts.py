@@ -1,12 +1,13 @@
-"""Which stage each node of a random step's loop belongs to, and what stages read of each other."""
+"""The stage of each node of a random step's loop, and the values that stages read of each other."""
 
 import pytest
 
 from passes.layers import forward
+from passes.sharding import parse_spec
 from passes.transforms.stage_assignment import StageAssignment
 from passes.transforms.stage_drafts import LoopDrafts, StepDrafts
 from passes.transforms.time_axis import AXIS, Time, whole_layout
-from tests.passes.transforms.test_stages import made
+from tests.passes.transforms.random_steps import made
 
 SEEDS = range(20)
 
@@ -46,10 +47,11 @@ def test_what_a_stage_receives_one_other_sends(seed: int) -> None:
     assert tuple(map(step.stage_of_output, graph.outputs)) == stages.output_stages
 
 
-def test_a_value_in_time_is_as_large_as_a_microbatch() -> None:
+def test_layouts_are_whole_at_first_and_what_is_cut_in_time_has_the_rows_of_a_microbatch() -> None:
     graph = made(0)[0]
     layout, time = whole_layout(graph), Time(4)
     assert time.axes == (AXIS,)
+    assert parse_spec(f"[{AXIS}, -]").local_shape((8, 3), time) == (2, 3)
     for value, spec in zip(graph.inputs, layout.inputs, strict=True):
         assert not any(spec.dims)
         assert spec.local_shape(graph.types[value].shape, time) == graph.types[value].shape

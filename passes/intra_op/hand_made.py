@@ -35,7 +35,7 @@ HandMadePlans = Callable[[Mesh], Iterable[HandMade]]
 
 
 @dataclass(slots=True, kw_only=True)
-class ByHand:
+class HandMadeAnswers:
     """The answers that hand-made `plans` have on meshes, each solved once.
 
     `left_out` says whether some were not looked at, as they were not expected to fit.
@@ -95,20 +95,20 @@ class ByHand:
         for solved in meshes:
             if solved.answer.bound >= cutoff:
                 continue
-            for base, answer in self.answers(problems, solved, limits.by_hand, surely, cutoff):
+            for base, answer in self.answers(problems, solved, limits.hand_made, surely, cutoff):
                 if answer.objective >= cutoff:
                     continue
                 point = problems.peak(base, answer.choice)
-                if point.nbytes > limits.by_hand:
+                if point.nbytes > limits.hand_made:
                     answer = MeshMemory(problems=problems, solved=base, limit=limits.searched).settled(answer)
                     point = problems.peak(base, answer.choice)
-                limit = limits.searched if base.assembly.offloaded(answer.choice) else limits.by_hand
+                limit = limits.searched if base.assembly.offloaded(answer.choice) else limits.hand_made
                 fits = point.nbytes <= limit
                 if fits and answer.objective < cutoff:
                     best = Fitted(solved=base, stated=base.assembly.problem, answer=answer, nbytes=point.nbytes)
                     cutoff = answer.objective
                 elif not fits:
-                    problems.note_peak(base, answer.choice, point, by_hand=True)
+                    problems.note_peak(base, answer.choice, point, hand_made=True)
         return best
 
     def _solved(self, restricted: Assembly | None, cutoff: float) -> Answer | None:
