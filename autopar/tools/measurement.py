@@ -95,7 +95,7 @@ def measurement(devices: Sequence[Device] | None = None, *, announce: Progress =
     result, whole_samples = whole_steps.slowed(result, whole, devices)
     sent = tuple(sample for curve in curves for sample in curve.samples(result))
     announce("training steps, data parallel")
-    result, parallel_samples = parallel_steps.met(result, whole, devices)
+    result, parallel_samples = parallel_steps.with_waits(result, whole, devices)
     several = (*samples, *whole_samples, *parallel_samples, *sent)
     return Measurement(cluster=result, samples=several, overlap=overlap)
 

@@ -33,7 +33,7 @@ on 8 devices of 2 cores; `python -m benchmarks.between_products` measures twice.
 Pair = tuple[float, float]
 
 
-def met(cluster: Cluster, mesh: Mesh, devices: Sequence[Device]) -> tuple[Cluster, tuple[Sample, ...]]:
+def with_waits(cluster: Cluster, mesh: Mesh, devices: Sequence[Device]) -> tuple[Cluster, tuple[Sample, ...]]:
     """The cluster whose shortest collectives take what data-parallel trainings say, and its prediction for each.
 
     A data-parallel step takes longer than one that every device takes by itself. One factor for collectives of no bytes

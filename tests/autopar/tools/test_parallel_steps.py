@@ -44,7 +44,7 @@ def test_short_collectives_take_as_long_as_the_trainings_say_and_no_less_than_by
     monkeypatch.setattr(WholeStep, "traced", functools.cache(WholeStep.traced))
     monkeypatch.setattr(parallel_steps, "seconds", seconds)
     monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: NETS)
-    result, samples = parallel_steps.met(cluster, mesh_of(cluster), jax.devices()[:2])
+    result, samples = parallel_steps.with_waits(cluster, mesh_of(cluster), jax.devices()[:2])
     short, long = result.group().measured
     assert short.alpha_seconds == pytest.approx(expected * 1e-3, rel=1e-6)
     assert (long.alpha_seconds, long.bytes_per_second) == (0.0, 1e9)
@@ -55,7 +55,7 @@ def test_short_collectives_take_as_long_as_the_trainings_say_and_no_less_than_by
 
 def test_accelerators_have_cores_of_their_own():
     cluster = parse_cluster("2:h100")
-    assert parallel_steps.met(cluster, mesh_of(cluster), jax.devices()[:2]) == (cluster, ())
+    assert parallel_steps.with_waits(cluster, mesh_of(cluster), jax.devices()[:2]) == (cluster, ())
 
 
 def test_a_data_parallel_step_is_that_of_every_device_by_itself_on_equal_batches():
