@@ -22,7 +22,7 @@ from passes.memory.gpu_blocks import ADDED, COLUMN
 from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.gpu_joint_kernels import OPERANDS, joined
 from passes.memory.gpu_softmax import apart, begun_by
-from passes.memory.gpu_times import COPY, FUSIBLE, SUM, Times
+from passes.memory.gpu_times import FUSIBLE, SUM, Times
 from passes.memory.operations import DRAWN, ELEMENTWISE, Operation, Shape
 
 PURE = frozenset({*ELEMENTWISE, "bitcast"})
@@ -111,7 +111,7 @@ class _Fusion:
             return False
         if len(roots) > OPERANDS and operation.size == 1:
             return False
-        if len(roots) > 1 and (self._is_copied(index) or (self.draws and self._is_drawn(index))):
+        if len(roots) > 1 and (self.times.is_copied(index) or (self.draws and self._is_drawn(index))):
             return False
         adds = len(roots) == 1 and _adds_columns(min(roots), self.operations)
         is_timed = operation.kind in ELEMENTWISE and (adds or any(map(self.times.is_slow, roots)))
@@ -171,14 +171,6 @@ class _Fusion:
 
     def _sum_nbytes(self, arrays: Iterable[int]) -> int:
         return sum(self.sizes[o] for o in arrays)
-
-    def _is_copied(self, index: int) -> bool:
-        """Whether an operation follows from a copy in another order alone."""
-        while (operation := self.operations[index]).kind in FUSIBLE and len(operation.operands) == 1:
-            if operation.name == COPY:
-                return True
-            (index,) = operation.operands
-        return False
 
     def _is_drawn(self, index: int) -> bool:
         """Whether an operation follows from random bits and numbers alone: its hundred steps take longer than to read

@@ -13,15 +13,16 @@ ShapesCompatibleForMultiOutputFusion (gpu_fusible.cc), as of jaxlib 0.10.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_blocks import ADDED, by_threads, grouped
 from passes.memory.gpu_times import COPY, SUM, Times
 from passes.memory.gpu_weights import AGAIN
 from passes.memory.kernel_graph import visited
-from passes.memory.operations import ELEMENTWISE, Operation
+from passes.memory.operations import ELEMENTWISE, Operation, Shape
 
 LOOPS = frozenset({*ELEMENTWISE, "rearrange", "broadcast", "gather", "iota", "transpose"})
 """Kinds whose kernels compute element after element."""
@@ -135,10 +136,14 @@ class _Groups:
         if n in self.groups or self.of[n] != n or not self.heroes[n] or not self._is_loop(n):
             return
         readers = list(dict.fromkeys(self.of[r] for r in self.readers[n]))
-        is_output = self.kernels[n].operation in self.outputs
+        made = self.kernels[n].operation
+        is_output = made in self.outputs
         if len(readers) + is_output == 1 and not any(r in self.groups for r in readers):
             return
         chosen = [r for r in readers if self.heroes[r] and self._is_alike(r, n) and not self._is_behind(r, n)]
+        summing = [r for r in chosen if (hero := self.heroes[r]) and hero[0] is not None]
+        if summing and _transposes(made, self.operations, self.number):
+            chosen = [r for r in chosen if r not in summing]
         chosen = [r for r in chosen if self._is_faster(r, n)]
         if chosen:
             self._join(max(chosen, key=lambda r: (r in self.groups) + self._is_fused(r)), n)
@@ -227,6 +232,25 @@ class _Groups:
         for m in members:
             self.of[m], self.before[m], self.behind[m] = kept, before, behind
         self.heroes[kept] = hero
+
+
+def _transposes(made: int, operations: Sequence[Operation], written: Container[int]) -> bool:
+    """Whether the kernel that makes an array brings another dimension to where elements lie beside each other: XLA
+    makes no transpose one with a reduction (FusionHeroesAreCompatible in gpu_fusible.cc).
+    """
+    pending, seen = [made], {made}
+    while pending:
+        operation = operations[pending.pop()]
+        if operation.name == COPY:
+            return True
+        if operation.kind == "transpose":
+            order = [d for d, size in zip(cast("Shape", operation.tag), operation.shape, strict=True) if size > 1]
+            if order and order[-1] != max(order):
+                return True
+        inside = [o for o in operation.operands if o not in written and o not in seen]
+        seen.update(inside)
+        pending.extend(inside)
+    return False
 
 
 def _bits(mask: int) -> Iterator[int]:

@@ -54,13 +54,14 @@ def _ends(index: int, operations: Sequence[Operation], readers: dict[int, list[i
 
 
 def _is_made_so(index: int, operations: Sequence[Operation], readers: dict[int, list[int]]) -> bool:
-    """Whether a transpose is of a product, for collectives, and nothing else reads that: the product's kernel makes it
-    so.
+    """Whether a transpose is of a product or a scatter, for collectives, and nothing else reads that: the product's
+    kernel makes it so, and what is scattered is added to zeros that lie so.
     """
     (source,) = operations[index].operands
     while len(readers[source]) == 1 and operations[source].kind == "bitcast":
         (source,) = operations[source].operands
-    if operations[source].kind != "dot" or len(readers[source]) > 1:
+    scatters = operations[source].kind in ("reduce", "update") and operations[source].name.startswith("scatter")
+    if not (operations[source].kind == "dot" or scatters) or len(readers[source]) > 1:
         return False
     ends = _ends(index, operations, readers)
     return bool(ends) and all(operations[end].kind == "collective" for end in ends)

@@ -4,6 +4,7 @@ A transpose of a product is only read in another order: what follows element by 
 does. A product that reads it wants the dimensions that it takes for one beside each other and in order; where they are
 not, it reads a copy. Scores of attention whose queries share keys are such: their softmax is made once in the order in
 which values are weighted, and once more, for the backward pass, in that in which gradients of values are summed.
+Products of a batch of one read a view without it, which is copied once for all of them.
 
 A product's own kernel transposes what it makes. The gradient of weights side by side, as those of experts, that is
 converted or reduced over devices first is transposed behind that: the update of such weights is made in the order of
@@ -38,7 +39,7 @@ class _Orders:
     """The dimensions of operations from the slowest in memory to the fastest, where they are not in that order.
 
     `begun` has the transpose that an order comes from; `laid` are results of products that are copied into the order of
-    what is computed from them and from others.
+    what is computed from them and from others, `shared` the new positions of copies that several products read.
     """
 
     def __init__(self, operations: Sequence[Operation], outputs: frozenset[int]) -> None:
@@ -46,6 +47,7 @@ class _Orders:
         self.orders: dict[int, Shape] = {}
         self.begun: dict[int, int] = {}
         self.laid: set[int] = set()
+        self.shared: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
         for index, operation in enumerate(operations):
             for o in set(operation.operands):
@@ -65,7 +67,7 @@ class _Orders:
             moved = operation.reading(tuple(operands))
             (source, *_) = operation.operands or (-1,)
             if source in self.orders and operation.kind == "transpose":
-                moved = self._transposed(index, moved)
+                moved = self._transposed(index, moved, changed)
             elif source in self.orders and operation.kind in ("bitcast", "dot"):
                 moved = moved.reading(tuple([self._read(index, o, place, changed) for o in operation.operands]))
             elif source in self.orders and operation.kind == "reduce" and operation.name in ADDED:
@@ -148,13 +150,36 @@ class _Orders:
         self.begun |= dict.fromkeys((index, *behind), next(self.begun[o] for o in alike if o in self.begun))
         self.laid |= products
 
-    def _transposed(self, index: int, moved: Operation) -> Operation:
-        """A transpose of what lies in an order: another view of it where its products read that, else a copy."""
+    def _transposed(self, index: int, moved: Operation, changed: list[Operation]) -> Operation:
+        """A transpose of what lies in an order: another view of it where its products read that, or of its one copy,
+        else a copy of its own.
+        """
         order = cast("Shape", moved.tag)
         lies = tuple(order.index(d) for d in self.orders[self.operations[index].operands[0]])
-        if all(self._is_read(reader, index, lies) for reader in self.readers.get(index, ())):
+        readers, (source,) = self.readers.get(index, ()), self.operations[index].operands
+        if all(self._is_read(reader, index, lies) for reader in readers):
             return moved._replace(kind="bitcast")
+        in_order = tuple(order.index(d) for d in range(len(order)))
+        if self._is_shared(source) and all(self._is_read(reader, index, in_order) for reader in readers):
+            return moved._replace(kind="bitcast", operands=(self._copied(source, moved.operands[0], changed),))
         return moved._replace(kind="rearrange", tag=(COPY, order))
+
+    def _is_shared(self, source: int) -> bool:
+        """Whether products read one copy of what does not lie in order: a view of it without its dimensions of size 1,
+        of which XLA rids products (RemoveDegenerateDimensionFromDot), and which takes the order of the one that reads
+        it as it is.
+        """
+        if 1 not in self.operations[source].shape:
+            return False
+        plain = [reader for reader in self.readers[source] if self.operations[reader].kind in ("bitcast", "dot")]
+        return any(not self._is_read(reader, source, self.orders[source]) for reader in plain)
+
+    def _copied(self, source: int, at: int, changed: list[Operation]) -> int:
+        """The new position of the one copy of an operation in order."""
+        if source not in self.shared:
+            self.shared[source] = len(changed)
+            changed.append(_copy(self.operations[source], at))
+        return self.shared[source]
 
     def _added(self, index: int, moved: Operation, changed: list[Operation]) -> Operation:
         """A reduction of what lies in an order, along dimensions as they lie."""
@@ -172,6 +197,8 @@ class _Orders:
         order = self.orders.get(operand)
         if order is None or self._is_read(reader, operand, order):
             return place[operand]
+        if self._is_shared(operand):
+            return self._copied(operand, place[operand], changed)
         changed.append(_copy(self.operations[operand], place[operand]))
         return len(changed) - 1
 

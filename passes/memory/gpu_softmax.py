@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+from passes.memory.gpu_blocks import ADDED
 from passes.memory.operations import ELEMENTWISE, Operation, Shape
 
 VIEWS = frozenset({"bitcast", "transpose"})
@@ -115,6 +116,8 @@ def _is_triton(operations: Sequence[Operation], readers: Sequence[Sequence[int]]
         return False
     if operation.kind != "reduce":
         return True
+    if operation.name not in ADDED:
+        return False
     name, reduced = cast("tuple[str, Shape]", operation.tag)
     rows = tuple(reduced) == (len(operations[operation.operands[0]].shape) - 1,)
     return rows and not any(operations[o].name == name for o in readers[index])  # those are one sum of all rows

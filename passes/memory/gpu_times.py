@@ -46,8 +46,9 @@ class Times:
 
     Kernels of `rows` read the sums of `parts` of products from memory. `steps` are the bytes that memory moves while
     all multiprocessors compute an element, `gains` about those that are not moved where an operation is computed by all
-    that read it. XLA begins with what gains most: of what comes before an operation of which it is decided, what gains
-    more is computed already, what gains less is read from memory.
+    that read it: of those `source_nbytes` are read, since what has one reader is computed there first. XLA begins with
+    what gains most: of what comes before an operation of which it is decided, what gains more is computed already, what
+    gains less is read from memory, and so is what follows from a copy in another order and has several readers.
     """
 
     def __init__(
@@ -62,10 +63,16 @@ class Times:
         self.written, self.is_fixed = written, is_fixed
         self.items = [item_nbytes(operation.dtype) for operation in operations]
         self.sizes = [operation.size for operation in operations]
-        self.takes = [operation.kind in FUSIBLE and operation.kind != "literal" for operation in operations]
+        self.takes = [
+            operation.kind in FUSIBLE
+            and operation.kind != "literal"
+            and not (len(readers[index]) > 1 and self.is_copied(index))
+            for index, operation in enumerate(operations)
+        ]
         self.sums = [operation.kind == "reduce" for operation in operations]
         self.rows, self.parts = set[int](), bytearray(len(operations))
         self.steps = [self._step_nbytes(index) for index in range(len(operations))]
+        self.source_nbytes = [0] * len(operations)
         self.gains = [self._gained_nbytes(index) for index in range(len(operations))]
 
     def _step_nbytes(self, index: int) -> float:
@@ -75,9 +82,13 @@ class Times:
         return self.arithmetic.step_nbytes(operation.name) if operation.kind in (*ELEMENTWISE, "reduce") else 0.0
 
     def _gained_nbytes(self, index: int) -> float:
-        operation = self.operations[index]
-        sources = [self.operations[o] for o in set(operation.operands)]
-        read = sum(source.nbytes for source in sources if source.kind not in UNREAD)
+        operation, read = self.operations[index], 0
+        for o in set(operation.operands):
+            if self.takes[o] and len(self.readers[o]) == 1 and not self.is_fixed[o]:
+                read += self.source_nbytes[o]
+            elif self.operations[o].kind not in UNREAD:
+                read += self.operations[o].nbytes
+        self.source_nbytes[index] = read
         times = sum(self._idle(reader) for reader in self.readers[index])
         return read + operation.nbytes + times * (operation.nbytes - read)
 
@@ -88,6 +99,14 @@ class Times:
             return 1.0
         blocks = blocks_of(operation, self.operations[operation.operands[0]], narrow=True)
         return max(1.0, self.arithmetic.bytes_per_second / (max(1, blocks) * self.arithmetic.block_bytes_per_second))
+
+    def is_copied(self, index: int) -> bool:
+        """Whether an operation follows from a copy in another order alone."""
+        while (operation := self.operations[index]).kind in FUSIBLE and len(operation.operands) == 1:
+            if operation.name == COPY:
+                return True
+            (index,) = operation.operands
+        return False
 
     def is_slow(self, root: int) -> bool:
         """Whether a kernel sums with fewer blocks than there are multiprocessors."""

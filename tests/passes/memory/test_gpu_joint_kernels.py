@@ -119,6 +119,20 @@ def test_copies_in_another_order_stay_apart_from_what_is_summed() -> None:
     assert not joint(every, 2, 4)
 
 
+@pytest.mark.parametrize("name", ["negate", COPY])
+def test_what_transposes_is_no_part_of_a_sum(name: str) -> None:
+    """A gradient of scores that is summed, and multiplied: written in the order of the scores, if it lies otherwise."""
+    kind = "rearrange" if name == COPY else "elementwise"
+    every = [
+        Operation("input", (), LOGITS, "bfloat16", -1, tag=0),
+        Operation(kind, (0,), LOGITS, "bfloat16", -1, tag=(name, (1, 0))),
+        Operation("elementwise", (1,), LOGITS, "float32", -1, tag="convert bfloat16"),
+        operation("reduce", 2, shape=LOGITS[:1], tag=ROWS),
+        operation("dot", 2, 2, shape=(LOGITS[1], LOGITS[1]), tag=("merged",)),
+    ]
+    assert ((2, 3) in joint(every, 3, 4)) == (name != COPY)
+
+
 def test_what_a_joint_kernel_reads_is_there_until_all_of_it_is_written() -> None:
     every = [
         operation("input", shape=TABLE, tag=0),

@@ -47,6 +47,41 @@ def test_each_product_reads_its_own_copy_of_what_it_cannot_read_as_it_lies():
     assert place[5] not in written
 
 
+def shared(*, is_plain: bool) -> list[Operation]:
+    """The weights of attention for a batch of one, multiplied with values as [keys, queries x group], and plainly."""
+    wide, scores = GROUP * TOKENS, (1, HEADS, GROUP, TOKENS, TOKENS)
+    every = [
+        operation("input", shape=(HEADS, TOKENS, FEATURES), tag=0),
+        operation("input", shape=(HEADS, FEATURES, wide), tag=1),
+        operation("dot", 0, 1, shape=(HEADS, TOKENS, wide), tag=MERGED),
+        operation("bitcast", 2, shape=(1, HEADS, TOKENS, TOKENS, GROUP)),
+        operation("transpose", 3, shape=scores, tag=(0, 1, 4, 3, 2)),
+        operation("elementwise", 4, shape=scores, name="exponential"),
+        operation("transpose", 5, shape=(1, HEADS, TOKENS, GROUP, TOKENS), tag=(0, 1, 4, 2, 3)),
+        operation("bitcast", 6, shape=(HEADS, TOKENS, wide)),
+        operation("dot", 1, 7, shape=(HEADS, FEATURES, wide), tag=MERGED),
+    ]
+    if is_plain:
+        every.append(operation("bitcast", 5, shape=(HEADS, wide, TOKENS)))
+        every.append(operation("dot", 1, 9, shape=(HEADS, FEATURES, TOKENS), tag=MERGED))
+    return every
+
+
+def test_products_share_a_copy_in_order_where_a_batch_of_one_is_left_out_of_them():
+    changed, place = copied(shared(is_plain=True))
+    (made,) = (index for index, moved in enumerate(changed) if moved.name == COPY)
+    assert changed[made].operands == (place[5],)
+    assert changed[made].shape == (1, HEADS, GROUP, TOKENS, TOKENS)
+    assert changed[place[6]].kind == "bitcast"
+    assert changed[place[6]].operands == changed[place[9]].operands == (made,)
+
+
+def test_the_only_product_reads_its_own_copy_of_a_batch_of_one():
+    changed, place = copied(shared(is_plain=False))
+    assert changed[place[6]].name == COPY
+    assert changed[place[6]].operands == (place[5],)
+
+
 def test_nothing_is_copied_where_a_product_reads_rows_or_columns():
     before = attention(1)
     changed, place = copied(before)

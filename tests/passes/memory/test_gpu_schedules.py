@@ -195,6 +195,22 @@ def test_a_products_kernel_transposes_what_it_makes_for_a_collective_alone() -> 
         assert viewed([*every, operation("elementwise", reader, shape=SQUARE, name="negate")])[2].kind == "transpose"
 
 
+def test_what_is_scattered_for_a_collective_alone_is_added_to_zeros_that_lie_so() -> None:
+    every = [
+        operation("broadcast", shape=(1024, 64)),
+        operation("input", shape=(32, 1), tag=0),
+        operation("input", shape=(32, 64), tag=1),
+        operation("reduce", 0, 1, 2, shape=(1024, 64), name="scatter-add"),
+        operation("transpose", 3, shape=(64, 1024), tag=(1, 0)),
+        Operation("collective", (4,), (8, 1024), "float32", -1, tag=("reduce_scatter", ("x",), "add", -1, 0)),
+    ]
+    assert viewed(every)[4].kind == "bitcast"
+    for reader in (3, 4):
+        assert (
+            viewed([*every, operation("elementwise", reader, shape=(1024, 64), name="negate")])[4].kind == "transpose"
+        )
+
+
 def test_columns_for_rows_of_a_product_are_no_task_and_stand_behind_it() -> None:
     every = [
         operation("input", shape=(512, 1024), tag=0),

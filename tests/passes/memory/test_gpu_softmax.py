@@ -37,6 +37,17 @@ def test_logits_of_which_labels_are_picked_are_written_less_their_maximum() -> N
     assert 10 not in written(picked, 12)
 
 
+def test_what_is_scattered_is_written_less_its_maximum() -> None:
+    """A scatter that is fused with what it adds says of itself where it adds, and no dimensions."""
+    scattered = [
+        *shifted(),
+        operation("broadcast", shape=TABLE),
+        operation("input", tag=1),
+        operation("reduce", 11, 12, 10, shape=TABLE, tag=("scatter-add", 7)),
+    ]
+    assert 10 in apart(scattered, [[r for r, o in enumerate(scattered) if i in o.operands] for i in range(14)])
+
+
 def test_a_softmax_for_a_product_is_one_kernel() -> None:
     softmax = [*shifted(), operation("expensive", 10, shape=TABLE, name="exponential")]
     kernels = written([*softmax, operation("dot", 11, 0, shape=TABLE, tag=(((1,), (0,)), ((), ())))], 12)

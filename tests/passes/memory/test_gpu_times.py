@@ -6,7 +6,7 @@ import pytest
 
 from passes.memory.gpu_cycles import H100
 from passes.memory.gpu_fusion import fuse
-from passes.memory.gpu_times import Times
+from passes.memory.gpu_times import COPY, Times
 from passes.memory.operations import Operation, Shape
 from tests.passes.memory.device_programs import operation
 
@@ -94,3 +94,44 @@ def test_writing_gains_less_where_few_blocks_read() -> None:
         return Times(every, readers, bytes(4), bytes(4), H100).gains[2] / every[2].nbytes
 
     assert gained(512) < gained(2**15) == 2.0
+
+
+def test_what_follows_from_narrower_numbers_gains_more_than_what_is_computed_of_it() -> None:
+    """Scores in bfloat16, masked and exponentiated in float32 for sums of few columns: exponents are written."""
+    shape: Shape = (8, 128, 256)
+    every = [
+        Operation("input", (), shape, "bfloat16", -1, tag=0),
+        Operation("elementwise", (0,), shape, "float32", -1, tag="convert bfloat16"),
+        operation("elementwise", 1, shape=shape, name="select"),
+        operation("reduce", 2, shape=(8, 256), tag=("reduce-max", (1,))),
+        operation("broadcast", 3, shape=shape, tag=(0, 2)),
+        operation("elementwise", 2, 4, shape=shape, name="subtract"),
+        operation("elementwise", 5, shape=shape, name="exponential"),
+        operation("reduce", 6, shape=(8, 256), tag=("reduce-sum", (1,))),
+        operation("broadcast", 7, shape=shape, tag=(0, 2)),
+        operation("elementwise", 6, 8, shape=shape, name="divide"),
+        operation("elementwise", 6, 9, shape=shape, name="multiply"),
+        operation("reduce", 10, shape=(8, 256), tag=("reduce-sum", (1,))),
+    ]
+    readers = [[r for r, reader in enumerate(every) if index in reader.operands] for index in range(len(every))]
+    times = Times(every, readers, bytearray(len(every)), bytearray(len(every)), H100)
+    assert times.gains[2] > times.gains[6]
+    written = {kernel.operation for kernel in fuse(every, (9, 11))}
+    assert 6 in written
+    assert 2 not in written
+
+
+def test_a_copy_in_another_order_is_read_from_memory_where_it_has_several_readers() -> None:
+    shape: Shape = (8, 128, 256)
+    every = [
+        operation("input", shape=shape),
+        operation("rearrange", 0, shape=shape, tag=(COPY, 0)),
+        operation("elementwise", 1, shape=shape, name="negate"),
+        operation("elementwise", 2, shape=shape, name="square"),
+        operation("elementwise", 2, shape=shape, name="abs"),
+    ]
+    times = Times(every, ((1,), (2,), (3, 4), (), ()), bytearray(5), bytearray(5), H100)
+    assert times.is_copied(2)
+    assert not times.is_copied(0)
+    assert times.takes[1]
+    assert not times.takes[2]
