@@ -18,6 +18,7 @@ from passes.memory.holders import Temporaries
 from passes.memory.on_chip import Chip
 from passes.memory.operations import Operation
 from passes.memory.packing import gaps_as_they_come
+from passes.memory.tpu_batches import batches
 from passes.memory.tpu_chips import room_nbytes, slice_tables
 from passes.memory.tpu_collectives import is_summed
 from passes.memory.tpu_copies import copied
@@ -48,7 +49,7 @@ def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[
     combined.
     """
     place: Sequence[int] = range(len(operations))
-    for step in (sent_rounded, copied, combined, images):
+    for step in (sent_rounded, copied, combined, images, batches):
         operations, moved = step(operations, [place[o] for o in outputs])
         place = [moved[p] for p in place]
     return tuple(operations), tuple(place)
