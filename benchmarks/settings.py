@@ -47,7 +47,7 @@ ROOMS = tuple("layers transforms placement sharding memory solver intra_op inter
 _OF_XLA: Mapping[str, str] = {
     "library_kernels": "ELEMENTS WINDOW", "packing": "ALIGNMENT", "overlap": "HOP", "xla_tpu": "SPLIT_ALIGNMENT",
     "pads_and_joins": "FUSED_JOINS ROW_ELEMENTS", "code_duplication": "MOST_COPIES", "tpu_copies": "MOST_PADDED",
-    "gpu_collectives": "COMBINED COMBINED_NBYTES", "tpu_layouts": "ALIGNMENT LANES ROWS VECTOR",
+    "gpu_collectives": "COMBINED COMBINED_NBYTES", "tpu_layouts": "ALIGNMENT BATCHED LANES ROWS VECTOR",
     "gpu_costs": "FLOAT32_FLOPS_PER_MICROSECOND FLOAT32_PRODUCT_MICROSECONDS FLOPS_PER_MICROSECOND KERNEL "
     "LIBRARY_MICROSECONDS LONG MOST_FLOPS_PER_MICROSECOND NBYTES_PER_MICROSECOND SENT_MICROSECONDS "
     "SENT_NBYTES_PER_MICROSECOND SHORT SHORT_RATE SIDES WIDENED WIDENED_FLOPS_PER_MICROSECOND",

@@ -74,8 +74,9 @@ class Operation(NamedTuple):
     """One operation; `operands` are positions in the program, `node` and `value` what it stands for in the graph.
 
     `tag` tells apart what has the same kind, operands and shape. One that `is_moved` was computed behind a reshape, and
-    is ahead of it. One that `is_image` lies in tiles of its first and its last dimension. A tuple is made in a fifth of
-    the time that a frozen dataclass takes, and a deep model has a hundred thousand operations.
+    is ahead of it. One that `is_image` lies in tiles of its first and its last dimension, one that `is_batch` in tiles
+    of its last two. A tuple is made in a fifth of the time that a frozen dataclass takes, and a deep model has many
+    thousand operations.
     """
 
     kind: Kind
@@ -88,6 +89,7 @@ class Operation(NamedTuple):
     is_fused: bool = False
     is_moved: bool = False
     is_image: bool = False
+    is_batch: bool = False
 
     @property
     def name(self) -> str:

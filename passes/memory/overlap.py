@@ -52,6 +52,11 @@ def schedule(program: DeviceProgram, kernels: Sequence[Kernel], *, hides: bool =
     if hides and Role.START in tasks.roles:
         loops = frozenset(task for task, o in enumerate(tasks.operations) if o in program.sending)
         order = _Backwards(tasks, order, *_estimates(program, kernels, tasks), loops).run()
+    return listed(program, tasks, order)
+
+
+def listed(program: DeviceProgram, tasks: Tasks, order: Sequence[int]) -> list[int]:
+    """The operations that tasks in an order stand for; inputs come first."""
     made: list[int] = []
     for task in order:
         if tasks.roles[task] != Role.END and task not in tasks.joint:

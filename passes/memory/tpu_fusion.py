@@ -4,7 +4,8 @@ A product or a convolution takes in whatever lies before it elementwise, and so 
 and activations are computed again wherever they are read, forward and backward. It also goes on with what alone follows
 from its result, up to the first array whose readers do not come together again: that one is written, in place of the
 product, but what only widens it is computed by each of them. So does a gather up to where that is rounded. What has
-zeros between its elements is written, and so are images that are joined. Where two cores share kernels, what narrows an
+zeros between its elements is written, and so are images that are joined. What is scattered into an array of one number
+is written with that number by one kernel. Where two cores share kernels, what narrows an
 array for several of them is written, and so is what narrows what is computed of two products, as in a gated unit.
 All-reduces add up in place.
 
@@ -229,9 +230,16 @@ class _Fusion:
     def _takes_in(self, reader: int, index: int) -> bool:
         operation = self.operations[reader]
         if operation.kind in PLACED_FIRST:
-            return operation.operands[0] != index
+            return operation.operands[0] != index or self._is_filled_in(reader, index)
         if operation.kind in ("dot", "bitcast") and self.operations[index].is_image:
             return False
         if self.relaid[index] and is_product(operation):
             return False
         return operation.kind in TAKES_IN or is_product(operation)
+
+    def _is_filled_in(self, reader: int, index: int) -> bool:
+        """Whether an operation scatters into an array of one number, which its kernel writes as well."""
+        blank = self.operations[index]
+        if not self.operations[reader].name.startswith("scatter") or blank.kind != "broadcast":
+            return False
+        return all(self.operations[o].kind == "literal" for o in blank.operands)

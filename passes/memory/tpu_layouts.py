@@ -21,6 +21,9 @@ LANES, ROWS = 128, 8
 VECTOR = 1024
 """The elements of a tile of a vector, or of a long one: shorter ones lie in tiles of `LANES`."""
 
+BATCHED = 4
+"""The dimensions from which on a product is one of several batches of matrices: windows and heads, for one."""
+
 ALIGNMENT = 512
 """Bytes of which every place in memory is a multiple."""
 
@@ -35,6 +38,10 @@ def stored(operation: Operation) -> int:
             nbytes((*between, *in_tiles(first, last)), operation.dtype),
             nbytes((*between, *in_tiles(last, first)), operation.dtype),
         )
+    if operation.is_batch and len(operation.shape) > 1:
+        *batch, rows, columns = operation.shape
+        padded = min(in_tiles(rows, columns), in_tiles(columns, rows), key=math.prod)
+        return math.prod(batch) * nbytes(padded, operation.dtype)
     return nbytes(operation.shape, operation.dtype)
 
 

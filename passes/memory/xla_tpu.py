@@ -1,8 +1,9 @@
 """XLA's TPU compiler: kernels in the order in which least is live, arrays in tiles, and what there is room for on the
 chip.
 
-Of what latency hiding changes of that order nothing is known: where it keeps a layer's products for the collectives of
-others, as under tensor parallelism, predictions are up to 31 % too low (docs/limits.md).
+Of what latency hiding changes of that order only the depth of gathers is followed (passes/memory/tpu_schedules.py):
+where it keeps a layer's products for the collectives of others, as under tensor parallelism, predictions are up to 31 %
+too low (docs/limits.md).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from passes.memory.all_reduces import combined
 from passes.memory.holders import Temporaries
 from passes.memory.on_chip import Chip
 from passes.memory.operations import Operation
-from passes.memory.overlap import schedule
 from passes.memory.packing import gaps_as_they_come
+from passes.memory.tpu_batches import batches
 from passes.memory.tpu_chips import room_nbytes, slice_tables
 from passes.memory.tpu_collectives import is_summed
 from passes.memory.tpu_copies import copied
@@ -25,6 +26,7 @@ from passes.memory.tpu_costs import cost_on
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_images import images
 from passes.memory.tpu_products import sent_rounded
+from passes.memory.tpu_schedules import schedule
 from passes.memory.tpu_sums import joined
 from passes.memory.tpu_tables import TABLE_NBYTES, tables
 from passes.memory.two_cores import beside_chip
@@ -32,6 +34,10 @@ from passes.memory.two_cores import beside_chip
 SPLIT = frozenset({"tpu-v5p"})
 """TPUs whose two cores share every kernel (passes/memory/two_cores.py). An array that is read in a narrower dtype more
 than once is then written in it. (Of TPU v4 libtpu's topologies name each core apart, so nothing is known of both.)"""
+
+HIDING = frozenset({"tpu-v5e"})
+"""TPUs whose compiler gathers while kernels run: libtpu 0.0.42 makes many gathers asynchronous on v5e, and none of 741
+for v6e. (On v5p small steps are worse predicted so.)"""
 
 SPLIT_ALIGNMENT = 16 * 2**10
 """Bytes of which every place in the memory of such a TPU is a multiple, by offsets that libtpu 0.0.42 writes with
@@ -43,7 +49,7 @@ def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[
     combined.
     """
     place: Sequence[int] = range(len(operations))
-    for step in (sent_rounded, copied, combined, images):
+    for step in (sent_rounded, copied, combined, images, batches):
         operations, moved = step(operations, [place[o] for o in outputs])
         place = [moved[p] for p in place]
     return tuple(operations), tuple(place)
@@ -56,7 +62,7 @@ def model(device: DeviceSpec) -> Callable[..., Temporaries]:
     compiler = xla.Compiler(
         combine=_combined,
         fuse=partial(fuse, narrowed=split),
-        schedule=partial(schedule, hides=False),
+        schedule=partial(schedule, hides=device.name in HIDING),
         stored=tpu_layouts.stored,
         chip=Chip(
             room_nbytes=room_nbytes(device),

@@ -192,6 +192,22 @@ def test_a_number_for_every_row_is_selected_and_rows_are_scattered() -> None:
     assert kernels[6] == (5,)
 
 
+@pytest.mark.parametrize(("number", "is_there"), [(0.0, False), (None, True)])
+def test_what_is_scattered_into_one_number_is_written_with_it(number: float | None, is_there: bool) -> None:
+    """As the gradient of an embedding; what is added to an array of other values needs that."""
+    every = (
+        operation("input", shape=TABLE, tag=0),
+        operation("input", shape=(64, 1), tag=1),
+        operation("input", tag=2) if number is None else operation("literal", shape=(), tag=("float", number)),
+        operation("broadcast", 2, shape=TABLE, tag=(0,) if number is None else ()),
+        operation("update", 3, 1, 0, shape=TABLE, name="scatter-add"),
+        operation("elementwise", 0, 4, shape=TABLE, name="add"),
+    )
+    kernels = {kernel.operation: kernel.reads for kernel in fuse(every, (5,))}
+    assert (3 in kernels) == is_there
+    assert (3 in kernels[4]) == is_there
+
+
 @pytest.mark.parametrize("padding", [0, 1])
 def test_one_kernel_scatters_to_the_choice_of_each_window(padding: int) -> None:
     operations = Operations()
