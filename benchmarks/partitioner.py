@@ -55,8 +55,13 @@ class OnWholes:
         return [self._constrain(x, spec) for x, spec in zip(results, cut.placement.results, strict=True)]
 
     def move(self, array: jax.Array, move: Resharding) -> jax.Array:
-        """An array brought from placement to placement by constraints, step by step."""
+        """An array brought from placement to placement by constraints, step by step.
+
+        One in which several are packed has dimensions of its own, and stays as it is: whole, it is reduced.
+        """
         spec = move.before
+        if array.ndim != len(spec.dims):
+            return array
         for step in move.steps:
             spec = step.apply(spec)
             array = self._constrain(array, spec)
