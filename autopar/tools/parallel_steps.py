@@ -48,8 +48,9 @@ def with_waits(cluster: Cluster, mesh: Mesh, devices: Sequence[Device]) -> tuple
     factors: list[float] = []
     for training, (apart, together), predicted in zip(trainings, spent, alone, strict=True):
         once, twice = (predicted_seconds(training, lengthened(cluster, factor)) for factor in (1.0, 2.0))
-        factors.append(1.0 + (together - apart - (once - predicted)) / (twice - once))
-    result = lengthened(cluster, max(1.0, statistics.fmean(factors)))
+        if twice > once:  # unless bytes bound every collective as it was measured
+            factors.append(1.0 + (together - apart - (once - predicted)) / (twice - once))
+    result = lengthened(cluster, max(1.0, statistics.fmean(factors or [1.0])))
     samples = (
         Sample(kind=KIND, size=training.size, predicted=predicted_seconds(training, result), measured=together)
         for training, (_, together) in zip(trainings, spent, strict=True)

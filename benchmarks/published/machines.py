@@ -79,13 +79,6 @@ def hosts_of(device: str, devices: int, each: int = 8) -> Cluster:
     return _with_group(cluster, replace(group, device=replace(group.device, unrolls=True)))
 
 
-def slice_of(device: str, devices: int) -> Cluster:
-    """So many TPUs of the table on one slice, whose loops copy no slices of weights, as `hosts_of` says."""
-    cluster = parse_cluster(f"{devices}:{device}")
-    group = cluster.group()
-    return _with_group(cluster, replace(group, device=replace(group.device, unrolls=True)))
-
-
 def machine(gpu: str, devices: int) -> Cluster | None:
     """The cluster of so many devices that a source calls `gpu`; None for a device that the table does not have."""
     name = gpu.lower()

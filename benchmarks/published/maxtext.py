@@ -3,8 +3,8 @@
 The models are decoders with SwiGLU and a head of its own. Parameters are in float32 and read in bfloat16, attention is
 fused. v5e and v4 recompute every layer, the other rows all of it but what products with weights make. Parameters are
 cut over all devices (ZeRO-3); where `tensor` devices share a layer's products, which no planner has beside ZeRO-3, they
-are whole on the others, and their memory is not compared. MaxText counted six flops a
-parameter and token, and those of all scores, masked ones too, until it changed that in 2025 (its pull request 1988).
+are whole on the others, and their memory is not compared. MaxText counted six flops a parameter and token, and those of
+all scores, masked ones too, until its pull request 1988.
 
 Reference: AI-Hypercomputer/maxtext, MaxText/configs (v4, v5e, v5p, a3/llama_2_7b): README.md and the scripts beside it.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from benchmarks.published import maxtext_llama
-from benchmarks.published.machines import hosts_of, slice_of, with_fused_attention
+from benchmarks.published.machines import hosts_of, with_fused_attention
 from benchmarks.published.planned import Configuration, Job
 from benchmarks.published.rows import Fields, Row, Source, whole
 from models import llama
@@ -55,7 +55,7 @@ def _read(lines: Sequence[Fields]) -> Iterator[Row]:
     for fields in lines:
         devices, tensor, device = whole(fields, "devices"), whole(fields, "tensor"), fields["device"]
         job, name = _job(fields), f"{fields['model']} on {devices} {device}"
-        cluster = hosts_of(device, devices) if device == "h100" else slice_of(device, devices)
+        cluster = hosts_of(device, devices, each=devices)  # one host of H100, or one slice of TPUs
         yield Row(
             source="maxtext",
             sweep=f"{fields['model']} on {device}",

@@ -10,6 +10,7 @@ Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Trans
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -33,9 +34,22 @@ init, example_batch = gpt.init, gpt.example_batch
 
 def loss(config: gpt.Config, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """Mean cross-entropy in nats per token, a float32 scalar; parameters are those of `models.gpt` as one loop."""
+    return mean_loss(config, params, batch, _block, _dropped)
+
+
+def mean_loss(
+    config: gpt.Config,
+    params: Any,
+    batch: dict[str, jax.Array],
+    block: Callable[[Any, jax.Array], jax.Array],
+    drop: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
+    """The loss of a GPT of such blocks, (layer's parameters, [batch, sequence, hidden]) -> the same; `drop` acts on the
+    embeddings.
+    """
     embedding = params["embed"]["embedding"]
-    x = _dropped(embedding[batch["inputs"]] + params["positions"])
-    block = jax.checkpoint(_block, prevent_cse=False) if config.remat else _block
+    x = drop(embedding[batch["inputs"]] + params["positions"])
+    block = jax.checkpoint(block, prevent_cse=False) if config.remat else block
     x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, params["Block"])
     logits = jnp.einsum("bsh,vh->bsv", norm(params["norm"], x), embedding)
     return cross_entropy(logits, batch["targets"]).mean()

@@ -13,22 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.published.megatron_gpt import gelu, norm
+from benchmarks.published.megatron_gpt import gelu, mean_loss, norm
 from models import gpt
-from models.layers import attend, causal, cross_entropy
+from models.layers import attend, causal
 
 init, example_batch = gpt.init, gpt.example_batch
 
 
 def loss(config: gpt.Config, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """Mean cross-entropy in nats per token, a float32 scalar; parameters are those of `models.gpt` as one loop."""
-    params = jax.tree.map(lambda x: x.astype(config.dtype), params)
-    embedding = params["embed"]["embedding"]
-    x = embedding[batch["inputs"]] + params["positions"]
-    block = jax.checkpoint(_block, prevent_cse=False) if config.remat else _block
-    x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), x, params["Block"])
-    logits = jnp.einsum("bsh,vh->bsv", norm(params["norm"], x), embedding)
-    return cross_entropy(logits, batch["targets"]).mean()
+    return mean_loss(config, jax.tree.map(lambda x: x.astype(config.dtype), params), batch, _block)
 
 
 def _block(layer: Any, x: jax.Array) -> jax.Array:

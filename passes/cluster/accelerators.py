@@ -19,12 +19,11 @@ HOPPER_MATMULS = 0.68
 """The share of an H100's peak that large products keep up in a training, **fitted** between trainings that were
 measured: 0.70 in MaxText's LLaMA 2 of 7 billion parameters on one host, 0.63 in nanotron's of 8, and 0.63 or less in
 MosaicML's table (`python -m benchmarks.published --source maxtext,nanotron,llm-foundry`). Products by themselves reach
-0.80 (stas00/ml-engineering), more than a card keeps up at its 700 W."""
+0.80 (stas00/ml-engineering)."""
 
 TPU_V5_MATMULS = 0.95
 """The share of the peak that large products reach on v5e and v5p: **fitted** to MaxText's 32 billion parameters on
-either, whose steps are still predicted 2 and 4 % too slow; v5e's, which recomputes its layers, keeps 0.83 of the peak
-busy in all. On v6e products by themselves reach 0.90."""
+either, whose steps are still predicted 2 and 4 % too slow. On v6e products by themselves reach 0.90."""
 
 TABLE = (
     gpu_host(

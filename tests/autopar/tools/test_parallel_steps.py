@@ -53,6 +53,15 @@ def test_short_collectives_take_as_long_as_the_trainings_say_and_no_less_than_by
         assert [sample.predicted for sample in samples] == pytest.approx([sample.measured for sample in samples])
 
 
+def test_collectives_that_only_their_bytes_bound_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    cluster = with_measured(0.0)
+    monkeypatch.setattr(parallel_steps, "seconds", lambda *_: (1e-3, 9e-3))
+    monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: NETS[1:])
+    result, samples = parallel_steps.with_waits(cluster, mesh_of(cluster), jax.devices()[:2])
+    assert result == cluster
+    assert [sample.measured for sample in samples] == [9e-3]
+
+
 def test_accelerators_have_cores_of_their_own():
     cluster = parse_cluster("2:h100")
     assert parallel_steps.with_waits(cluster, mesh_of(cluster), jax.devices()[:2]) == (cluster, ())
