@@ -7,6 +7,7 @@ compiled with layouts chosen for others. No sweep of single operators shows that
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -34,9 +35,15 @@ CLASSES = 16
 RATE = 1e-3
 """The learning rate: small, so that numbers stay as large as they are."""
 
-WARM, RUNS, CALLS = 2, 5, 4
-"""Runs before any is timed; those of which the median counts; and calls of each at most: steps of milliseconds are too
-short for a clock of the process's time."""
+WARM, RUNS, CALLS = 2, 9, 8
+"""Runs of each training before any is timed; those of which the median counts, the trainings in turn; and calls of each
+at most, as many as take 0.1 s. On 8 devices of 2 cores, medians of such runs are within 10 % of each other; of runs of
+one training after the other, those of steps of 3 to 7 ms were up to 31 % apart."""
+
+STARTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+"""How many times as long as the least kernel an operator may take to start in a step: it finds neither its code nor its
+arrays in a cache, and a compiler makes two or three kernels of some. Each is up to half as much as the last one, less
+than what the numbers around it differ by in their error."""
 
 
 Call = Callable[[], None]
@@ -197,17 +204,26 @@ def slowed(cluster: Cluster, mesh: Mesh, devices: Sequence[Device]) -> tuple[Clu
     training.
 
     It is one factor for all, the median: trainings do not show which operator is slower, and one of five was seen to
-    take 1.7 times as long as a minute before.
+    take 1.7 times as long as a minute before. Where there are steps of a few large operators and of many small ones,
+    they also say how long an operator takes to start: as long as makes the trainings' factors most alike.
     """
     platform = devices[0].platform
     several = (*transformers(platform), *convolutional_nets(platform))
-    spent = [seconds(training, mesh, devices) for training in several]
-    before = [single_plan(training.traced(), cluster).step_seconds for training in several]
-    factor = statistics.median(s / p for s, p in zip(spent, before, strict=True))
-    result = _on(cluster, what_if.slower_device(cluster.group().device, factor))
+    spent = seconds(several, mesh, devices)
+    steps = [training.traced() for training in several]
+    device, fits = cluster.group().device, list[tuple[float, DeviceSpec]]()
+    for times in STARTS if convolutional_nets(platform) else STARTS[:1]:
+        started = replace(device, launch_seconds=device.launch_seconds * times)
+        factors = [
+            s / single_plan(step, _on(cluster, started)).step_seconds for s, step in zip(spent, steps, strict=True)
+        ]
+        factor = statistics.median(factors)
+        error = statistics.fmean(math.log(each / factor) ** 2 for each in factors)
+        fits.append((error, what_if.slower_device(started, factor)))
+    result = _on(cluster, min(fits, key=operator.itemgetter(0))[1])
     samples = (
-        Sample(kind=KIND, size=each.size, predicted=single_plan(each.traced(), result).step_seconds, measured=measured)
-        for each, measured in zip(several, spent, strict=True)
+        Sample(kind=KIND, size=each.size, predicted=single_plan(step, result).step_seconds, measured=measured)
+        for each, step, measured in zip(several, steps, spent, strict=True)
     )
     return result, tuple(samples)
 
@@ -217,18 +233,19 @@ def _on(cluster: Cluster, device: DeviceSpec) -> Cluster:
     return replace(cluster, groups=(replace(cluster.group(), device=device),))
 
 
-def seconds(training: WholeStep, mesh: Mesh, devices: Sequence[Device]) -> float:
-    """Median seconds of a training's step, in autopar's program of it, while every device of a mesh takes one."""
+def seconds(several: Sequence[WholeStep], mesh: Mesh, devices: Sequence[Device]) -> list[float]:
+    """Median seconds of each training's step, in autopar's program of it, while every device of a mesh takes one."""
     clock, cores = clock_of(devices)
-    call = alone(training, mesh, devices)
-    runs: list[float] = []
+    calls = [alone(training, mesh, devices) for training in several]
+    runs: list[list[float]] = [[] for _ in several]
     for _ in range(WARM + RUNS):
-        start, calls, spent = clock(), 0, 0.0
-        while calls < CALLS and spent < LONG_SECONDS * cores:
-            call()
-            calls, spent = calls + 1, clock() - start
-        runs.append(spent / cores / calls)
-    return statistics.median(runs[WARM:])
+        for call, each in zip(calls, runs, strict=True):
+            start, count, spent = clock(), 0, 0.0
+            while count < CALLS and spent < LONG_SECONDS * cores:
+                call()
+                count, spent = count + 1, clock() - start
+            each.append(spent / cores / count)
+    return [statistics.median(each[WARM:]) for each in runs]
 
 
 def alone(training: WholeStep, mesh: Mesh, devices: Sequence[Device]) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
@@ -78,16 +79,17 @@ ORDER = {"strided_bytes_per_second": 1e9, "product_seconds": 1e-6, "pixel_second
 """What the order of operands costs."""
 
 
-@pytest.mark.parametrize("factor", [slow(1.0), 1.7, slow(0.5)])
-def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPatch, factor: float):
+@pytest.mark.parametrize(("factor", "starts"), [slow(1.0, 1.0), (1.7, 6.0), slow(0.5, 1.5)])
+def test_the_cluster_takes_as_long_as_the_trainings(monkeypatch: pytest.MonkeyPatch, factor: float, starts: float):
     plain = parse_cluster("2:cpu")
     group = plain.group()
     cluster = replace(plain, groups=(replace(group, device=replace(group.device, **ORDER)),))
-    slower = what_if.slower_device(cluster.group().device, factor)
+    device = cluster.group().device
+    slower = what_if.slower_device(replace(device, launch_seconds=starts * device.launch_seconds), factor)
     truth = replace(cluster, groups=(replace(group, device=slower),))
 
-    def seconds(training: WholeStep, mesh: Mesh, devices: object) -> float:
-        return single_plan(training.traced(), truth).step_seconds
+    def seconds(several: Sequence[WholeStep], mesh: Mesh, devices: object) -> list[float]:
+        return [single_plan(training.traced(), truth).step_seconds for training in several]
 
     monkeypatch.setattr(WholeStep, "traced", functools.cache(WholeStep.traced))
     monkeypatch.setattr(whole_steps, "seconds", seconds)
@@ -108,7 +110,20 @@ def test_every_device_takes_a_step_of_its_own(count: int, training: WholeStep):
     devices = jax.devices()[:count]
     cluster = parse_cluster(f"{count}:cpu")
     mesh = Mesh(axes=("d",) if count > 1 else (), sizes=(count,) if count > 1 else (), cluster=cluster)
-    assert 0 < whole_steps.seconds(training, mesh, devices) < 1
+    (spent,) = whole_steps.seconds([training], mesh, devices)
+    assert 0 < spent < 1
+
+
+def test_two_trainings_do_not_say_how_long_an_operator_takes_to_start(monkeypatch: pytest.MonkeyPatch):
+    cluster = parse_cluster("2:a100-80g")
+    mesh = Mesh(axes=("d",), sizes=(2,), cluster=cluster)
+    monkeypatch.setattr(whole_steps, "seconds", lambda several, mesh, devices: [1e-3, 3e-3])
+    monkeypatch.setattr(whole_steps, "transformers", lambda platform: SEVERAL)
+    monkeypatch.setattr(whole_steps, "convolutional_nets", lambda platform: ())
+    slowed, samples = whole_steps.slowed(cluster, mesh, jax.devices()[:2])
+    factor = cluster.group().device.matmul_efficiency / slowed.group().device.matmul_efficiency
+    assert slowed.group().device.launch_seconds == pytest.approx(factor * cluster.group().device.launch_seconds)
+    assert len(samples) == len(SEVERAL)
 
 
 def test_accelerators_take_larger_ones():
