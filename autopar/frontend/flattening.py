@@ -37,7 +37,6 @@ from autopar.frontend.placements import Placed, placement_of
 from autopar.frontend.primitives import (
     BODIES,
     CALLS,
-    HINTS,
     PLACED,
     PUTS,
     dimension_reduction,
@@ -45,6 +44,7 @@ from autopar.frontend.primitives import (
     linear_solver,
     node_params,
     outside_kernels,
+    passes_on,
     placed_by,
     plain_params,
     type_of,
@@ -195,7 +195,7 @@ class _Builder:
     def add(self, equation: Any, inputs: tuple[int, ...], site: Site) -> Sequence[int]:
         """The output values of an equation."""
         name = equation.primitive.name
-        if name in HINTS:
+        if passes_on(equation):
             return inputs
         if name in CALLS:
             inputs = _barrier(self, equation, inputs, site)

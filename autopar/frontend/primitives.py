@@ -61,7 +61,7 @@ KERNELS = frozenset({"mosaic"})
 THREEFRY = "key<fry>"
 """The dtype of keys each of which draws its own numbers, however many keys there are."""
 
-HINTS = frozenset({"reshard", "mesh_cast"})
+_HINTS = frozenset({"reshard", "mesh_cast"})
 """Primitives that only say where a value is to live, which the plan does."""
 
 PUTS = frozenset({"device_put"})
@@ -97,6 +97,16 @@ def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
     counts, solve = equation.params["const_lengths"], equation.params["jaxprs"].solve
     first, sides = counts.matvec + counts.vecmat, sum(counts)
     return solve, (*range(first, first + counts.solve), *range(sides, len(equation.invars)))
+
+
+def passes_on(equation: Any) -> bool:
+    """Whether an equation's results are its operands: those of a hint, or the one part of a split.
+
+    `jax.flatten_util.ravel_pytree`, and so `odeint`, splits the flat elements of a single array into one part; a part
+    is of elements that may lie on several devices, so the split would bring them all to each.
+    """
+    name = equation.primitive.name
+    return name in _HINTS or (name == "split" and len(equation.outvars) == 1)
 
 
 def outside_kernels(equation: Any) -> tuple[Any, Sequence[int]] | None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 import autopar
 
@@ -18,13 +19,16 @@ FUNCTIONS: dict[str, Callable[[jax.Array], Any]] = {
     "joined with nothing": lambda x: jnp.concatenate([x[:, :0], x, x[:, 4:]], 1),
     "padding of nothing": lambda x: x + jnp.pad(x[:, :0] * 2, ((0, 0), (3, 1), (0, 0)), constant_values=1.5),
     "parts of nothing": lambda x: [jnp.sin(part) for part in jnp.split(x, (0, 4, 4), 1)][1],
+    "one part of rows": lambda x: jnp.split(x, 1)[0],
+    "rows and nothing": lambda x: jnp.split(x, (len(x),))[0],
+    "flat and back": lambda x: ravel_pytree(x)[1](jnp.sin(ravel_pytree(x)[0])),
     "nothing but nothing": lambda x: (jnp.concatenate([x[:, :0], x[:, 4:]], 1).sum(1), x),
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_empty_gathers_nothing(name: str) -> None:
-    """Slices and joins of `associative_scan` gathered the batch, and microbatches were refused."""
+    """Slices and joins of `associative_scan`, and the one part of a split, as in `odeint`, gathered the batch."""
 
     def step(weight: jax.Array, batch: jax.Array) -> jax.Array:
         def loss(weight: jax.Array) -> jax.Array:
