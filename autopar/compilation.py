@@ -28,6 +28,7 @@ from autopar.frontend import (
     types_of,
 )
 from autopar.jax_compat import Device, configuration, is_described, is_manual, is_traced
+from autopar.jax_cudnn import assumed_cudnn
 from autopar.module_stages import OfModules
 from autopar.options import Settings
 from autopar.phases import Phase, phase, unsaid
@@ -346,7 +347,10 @@ class Compilations:
         follow = self._followed()
         settings = follow.settings(self.settings) if follow else self.settings
         if key not in self.known:
-            with phase(f"trace {self.signature.function}", self.settings.progress) as current:
+            with (
+                phase(f"trace {self.signature.function}", settings.progress) as current,
+                assumed_cudnn(settings.cluster),
+            ):
                 traced = trace(
                     self.fun,
                     args,

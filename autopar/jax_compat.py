@@ -1,4 +1,4 @@
-"""Everything that differs between JAX 0.10, 0.11 and 0.12, or is private: no other module imports `jax._src`.
+"""All that differs between JAX 0.10, 0.11 and 0.12, or is private: only `autopar.jax_cudnn` imports `jax._src`, too.
 
 Checked on jax 0.10.2 (Python 3.11), 0.11.2 (Python 3.12) and 0.12.0.1 (Python 3.13).
 """

@@ -39,6 +39,7 @@ from autopar.frontend.primitives import (
     CALLS,
     PLACED,
     PUTS,
+    computed_equations,
     dimension_reduction,
     dtype_name,
     linear_solver,
@@ -187,7 +188,7 @@ class _Builder:
         def read(atom: Any) -> int:
             return self.literal(atom) if isinstance(atom, jax_compat.Literal) else values[atom]
 
-        for equation in jaxpr.eqns:
+        for equation in computed_equations(jaxpr):
             results = self.add(equation, tuple(map(read, equation.invars)), call.inside(equation))
             values.update(zip(equation.outvars, results, strict=True))
         return [read(var) for var in jaxpr.outvars]

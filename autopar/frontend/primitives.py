@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -66,6 +66,8 @@ _HINTS = frozenset({"reshard", "mesh_cast"})
 
 PUTS = frozenset({"device_put"})
 """Primitives that put their operands where their parameter `devices` says."""
+
+_ATTENTION_BACKWARD = "dot_product_attention_bwd_wrapper"
 
 _CALLABLE_DATA = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 
@@ -151,6 +153,27 @@ def without_elements(equation: Any) -> Any:
                 return [jax.lax.full(results[0].shape, xs[1])]
 
     return traced_for(rewritten, equation)
+
+
+def computed_equations(jaxpr: Any) -> list[Any]:
+    """The equations of an open jaxpr, in which cuDNN's attention computes no gradient of a bias that nobody reads.
+
+    A mask is such a bias. A gradient of one for all sequences would be a sum over the batch, beside three that are not.
+    """
+    if all(equation.primitive.name != _ATTENTION_BACKWARD for equation in jaxpr.eqns):
+        return jaxpr.eqns
+    atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
+    read = {atom for atom in atoms if not isinstance(atom, jax_compat.Literal)}
+    return [_without_bias_gradient(equation, read) for equation in jaxpr.eqns]
+
+
+def _without_bias_gradient(equation: Any, read: Collection[Any]) -> Any:
+    """The equation, with three results if it is an attention's backward pass whose fourth nobody reads."""
+    if equation.primitive.name != _ATTENTION_BACKWARD or not set(equation.outvars[3:]).isdisjoint(read):
+        return equation
+    has_bias, _ = equation.params["variadic_args"]
+    params = equation.params | {"variadic_args": (has_bias, False)}
+    return equation.replace(outvars=equation.outvars[:3], params=params)
 
 
 def type_of(aval: Any) -> TensorType:

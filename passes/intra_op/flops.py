@@ -34,7 +34,7 @@ def product_flops(grouping: Grouping, placements: Sequence[Placement], mesh: Mes
             bodies = zip(grouping.controls[index].bodies, grouping.bodies[index], placement.bodies, strict=True)
             for body, inner, layout in bodies:
                 total += max(body.trips, 1) * product_flops(inner, layout.placements, mesh)
-        elif rule.is_product:
+        elif rule.multiplies:
             total += computed_flops(rule, mesh.cluster.group().device) / _parts(rule, placement, mesh)
     return total
 

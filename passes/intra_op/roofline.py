@@ -65,11 +65,11 @@ def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float
 
 def computed_flops(rule: ShardingRule, device: DeviceSpec) -> float:
     """The flops that an operator computes; JAX and XLA multiply each row by the matrices of all groups on CPUs and
-    GPUs.
+    GPUs, and a kernel of attention leaves out what a mask hides.
 
     Reference: `_ragged_dot_general_lower` of jax/_src/lax/lax.py (jax 0.10), and what XLA:GPU compiles on an H100.
     """
-    return rule.flops if is_tpu(device) else rule.flops * rule.groups
+    return rule.flops * (rule.attends or 1.0) * (1 if is_tpu(device) else rule.groups)
 
 
 def computing_dtype(reads: Sequence[TensorType], writes: Sequence[TensorType]) -> str:

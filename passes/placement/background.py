@@ -142,7 +142,7 @@ def _products_by_node(graph: Graph, *, with_recomputed: bool = True) -> list[def
         for body in control.bodies if control else ():
             for dtype, once in products(body.graph, with_recomputed=with_recomputed).items():
                 inside[dtype] += body.runs * once
-        if not node.subgraphs and rule.is_product:
+        if not node.subgraphs and rule.multiplies:
             inside[graph.types[node.inputs[0]].dtype] += rule.flops
     return flops
 

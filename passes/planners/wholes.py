@@ -80,6 +80,6 @@ def _works(graph: Graph, layout: Layout, times: float = 1.0, loop: str = "") -> 
             for body, inside in zip(control.bodies, placement.bodies, strict=True):
                 is_loop = body.trips > 1
                 yield from _works(body.graph, inside, times * body.runs, node.source if is_loop else loop)
-        elif rule.is_product:
+        elif rule.multiplies:
             is_cut = any(any(spec.dims) or spec.partial for spec in (*placement.operands, *placement.results))
             yield times * rule.flops, is_cut, node.source, loop

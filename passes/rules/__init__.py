@@ -3,6 +3,7 @@ leaves to do.
 """
 
 from passes.rules import (
+    attention,
     convolution,
     effects,
     elementwise,
@@ -59,5 +60,7 @@ __all__ = [
     "sum_of",
 ]
 
-RULES = (convolution, effects, elementwise, indexing, libraries, linalg, pinned, random, reduction, shape, window)
+RULES = (
+    attention, convolution, effects, elementwise, indexing, libraries, linalg, pinned, random, reduction, shape, window,
+)  # fmt: skip
 """The modules of rules, each of which registers its own when it is loaded."""

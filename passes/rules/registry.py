@@ -30,7 +30,8 @@ class Factor:
     """A named dimension shared by operands and results.
 
     `size` must be divisible by the devices that cut it; 0 is a factor without a dimension, which any axis may take.
-    Cutting a factor with a `reduction` leaves the results partial; `partial` lists operands that must come in partial.
+    Cutting a factor with a `reduction` leaves partial the results that lack it; `partial` lists operands that must come
+    in partial.
     """
 
     size: int
@@ -68,6 +69,8 @@ class ShardingRule:
                        along them are the same in another order or number: a batch goes on as one
     `columns`          those of its matrices, of which each waits for the one before
     `groups`           each row of the product is for one of so many matrices; some compilers multiply it by all of them
+    `attends`          times its flops that a kernel of attention computes: fewer behind a mask, more where it makes
+                       scores again; 0 of any other operator
     `single`           a rule with factors of dimensions of one element, which nothing cuts: a batch may have one row
 
     Reference: Shardy's factor notation (openxla/shardy, sdy.op_sharding_rule); partial factors are ours.
@@ -101,6 +104,7 @@ class ShardingRule:
     moves: tuple[tuple[int, int, int], ...] = ()
     columns: Columns | None = None
     groups: int = 1
+    attends: float = 0.0
     single: ShardingRule | None = None
 
     @property
@@ -110,6 +114,11 @@ class ShardingRule:
             return False
         summed = self._shared.difference(*self.results)
         return any(self.factors[factor].reduction == "add" for factor in summed)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is a product, or a kernel of attention, which has products inside."""
+        return self.is_product or self.attends > 0
 
     @property
     def is_batched(self) -> bool:
@@ -155,12 +164,13 @@ class ShardingRule:
         """The placement that `result` then has."""
         if self.pinned:
             return self.pinned[1][result]
-        reduced = [(axis, self.factors[factor].reduction) for axis, factor in assignment]
+        dims = self.results[result]
+        reduced = [(axis, self.factors[factor].reduction) for axis, factor in assignment if factor not in dims]
         partial = tuple(axis for axis, reduction in reduced if reduction)
         kinds = {reduction for _, reduction in reduced if reduction}
         if len(kinds) > 1:
             raise InternalError(f"one result is partial by {sorted(kinds)} at once")
-        return placed(_dims(self.results[result], assignment), partial, kinds.pop() if kinds else "add")
+        return placed(_dims(dims, assignment), partial, kinds.pop() if kinds else "add")
 
     def allows(self, assignment: Assignment, mesh: Mesh) -> bool:
         """Whether every axis divides its factor and no result mixes reductions."""
