@@ -353,7 +353,7 @@ class Compilations:
                     kwargs,
                     batch_argnums=self.settings.batch_argnums,
                     batch_argnames=self.settings.batch_argnames,
-                    placed=follow.placed(self.signature, dynamic, len(args), structs) if follow else self._kept(leaves),
+                    placed=follow.placed(self.signature, dynamic, len(args), structs, place[1]) if follow else place[1],
                     parts=settings.parts,
                     **self.jit,
                 )
@@ -380,9 +380,9 @@ class Compilations:
             return None
         return following(follow.planned, follow.signature.function, self.signature.source)
 
-    def _arriving(self, leaves: Sequence[Any]) -> Hashable:
-        """The part of a compilation's key with the shardings in which arguments arrive and are to stay."""
-        return follow.key if (follow := self._followed()) else self._kept(leaves)
+    def _arriving(self, leaves: Sequence[Any]) -> tuple[Hashable, Placed]:
+        """The part of a compilation's key with the plan that is followed and where arguments arrive and are to stay."""
+        return (follow.key if (follow := self._followed()) else None), self._kept(leaves)
 
     def _kept(self, leaves: Sequence[Any]) -> Placed:
         """The sharding of each argument that arrives on a mesh and is to stay there."""
