@@ -27,7 +27,7 @@ from autopar.frontend import (
     trace,
     types_of,
 )
-from autopar.jax_compat import Device, configuration, is_described, is_manual, is_traced
+from autopar.jax_compat import Device, configuration, is_described, is_manual
 from autopar.module_stages import OfModules
 from autopar.options import Settings
 from autopar.phases import Phase, phase, unsaid
@@ -121,11 +121,11 @@ class Compilation:
 
     def _made(self, leaves: list[Any]) -> _Run | None:
         """The function that runs from now on; None for a call inside another transformation."""
-        executable = self._executable(again=True, nested=any(map(is_traced, leaves)))
+        executable = self._executable(again=True, nested=self.program().is_nested(leaves))
         if executable is None:
             return None
         self.executable = executable
-        self.run = executable if isinstance(executable, Executable) else outermost(executable, self.signature)
+        self.run = executable if isinstance(executable, Executable) else outermost(executable, self.program())
         return self.run
 
     def _chosen(self) -> Chosen:
