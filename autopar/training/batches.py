@@ -144,6 +144,11 @@ class Batches(Iterator[Any]):
         own_rows: bool = False,
     ) -> None:
         prefetch = _count("prefetch", prefetch, 1, "write, say, 2")
+        if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+            remedy = "pass, say, a list, a generator or a data loader"
+            raise ArgumentError(
+                explain(f"batches({source!r:.60})", "its elements are batches, and it has none", "", remedy)
+            )
         iterator: Any = iter(source)
         has_state = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
         if has_state and position is not None:

@@ -124,6 +124,12 @@ class Chip:
     process_index: int
 
 
+def test_what_has_no_elements_is_named():
+    nothing: Any = None
+    with pytest.raises(autopar.ArgumentError, match=r"batches\(None\): its elements are batches"):
+        autopar.parallelize(step).batches(nothing)
+
+
 def test_the_devices_of_a_process_stand_together():
     chips = [Chip(number, number // 2 % 2) for number in range(8)]
     rows = [[chip.id for chip in row] for row in by_process(chips).tolist()]
