@@ -220,6 +220,9 @@ class ParallelFunction(Generic[Params, Result]):
         with such a state before. Raises ArgumentError if it was not, and DeviceError on devices that are only
         described.
         """
+        if not isinstance(others, tuple | list):
+            rule = "these are all arguments behind the state"
+            raise ArgumentError(explain(f"init(others={others!r:.60})", rule, "", "write, say, others=(batch,)"))
 
         def arrays(*args: Any) -> Any:
             return modules.without_leaves(init_fn(*args))

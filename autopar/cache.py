@@ -85,9 +85,17 @@ def key_of(
 
 @dataclass(frozen=True, slots=True)
 class PlanCache:
-    """The plans in a folder, which is created when the first one is written."""
+    """The plans in a folder, which is created when the first one is written.
+
+    Raises ArgumentError for anything but its path.
+    """
 
     folder: str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str | os.PathLike) or not self.folder:
+            rule = "a cache is a folder, by its path"
+            raise ArgumentError(explain(f"PlanCache({self.folder!r:.60})", rule, "", "write, say, PlanCache('plans')"))
 
     def path(self, key: Key) -> Path:
         """The file for the plan of a key, whether it exists or not."""

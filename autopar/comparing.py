@@ -94,8 +94,9 @@ def compare(
 
     Raises PlanningError where the function itself has no plan, ArgumentError for arguments that cannot be compared on.
     """
-    _check(function, args, planners)
+    _check(function, args, kwargs, planners)
     as_it_is, refused = _planned(function, args, kwargs), list[Compared]()
+    as_it_is.check_usable()
     candidates = {OWN: as_it_is}
     for name, planner in (hand_made(as_it_is.plan) if planners is None else planners).items():
         try:
@@ -132,12 +133,15 @@ def compare(
     )
 
 
-def _check(function: object, args: object, planners: object) -> None:
+def _check(function: object, args: object, kwargs: object, planners: object) -> None:
     """Raises ArgumentError for what cannot be compared."""
     if not isinstance(function, ParallelFunction):
         rule, remedy = "its plans are compared, and it has none", "pass autopar.parallelize(function)"
         raise ArgumentError(explain(f"compare({function!r:.60})", rule, "", remedy))
     check_arguments("compare", args)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        remedy = "write compare(step, (state,), {'batch': batch})"
+        raise ArgumentError(explain(f"kwargs={kwargs!r:.60}", "these are all arguments by name", "", remedy))
     if planners is not None and not isinstance(planners, Mapping):
         remedy = "write planners={'mine': autopar.Manual('plan.json')}"
         raise ArgumentError(explain(f"planners={planners!r:.60}", "each has the name of its row", "", remedy))
@@ -155,6 +159,11 @@ class _Candidate(NamedTuple):
     @property
     def plan(self) -> AnyPlan:
         return self.compilation.plan()
+
+    def check_usable(self) -> None:
+        """Raises ArgumentError for arguments on which no step can be taken."""
+        compilation = self.compilation
+        compilation.signature.check_usable(compilation.traced.graph.input_names, self.leaves, "compare()")
 
 
 def _planned(function: ParallelFunction[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> _Candidate:

@@ -16,18 +16,8 @@ from jax.sharding import Sharding
 from autopar.distributed import Processes, among
 from autopar.errors import ArgumentError, DeviceError, explain
 from autopar.following import Following, following
-from autopar.frontend import (
-    Placed,
-    Signature,
-    Traced,
-    Type,
-    arriving,
-    modules,
-    structs_of,
-    trace,
-    types_of,
-)
-from autopar.jax_compat import Device, configuration, is_described, is_manual, is_traced
+from autopar.frontend import Placed, Signature, Traced, Type, arriving, modules, structs_of, trace, types_of
+from autopar.jax_compat import Device, configuration, is_described, is_manual
 from autopar.jax_cudnn import assumed_cudnn
 from autopar.module_stages import OfModules
 from autopar.options import Settings
@@ -122,11 +112,11 @@ class Compilation:
 
     def _made(self, leaves: list[Any]) -> _Run | None:
         """The function that runs from now on; None for a call inside another transformation."""
-        executable = self._executable(again=True, nested=any(map(is_traced, leaves)))
+        executable = self._executable(again=True, nested=self.program().is_nested(leaves))
         if executable is None:
             return None
         self.executable = executable
-        self.run = executable if isinstance(executable, Executable) else outermost(executable, self.signature)
+        self.run = executable if isinstance(executable, Executable) else outermost(executable, self.program())
         return self.run
 
     def _chosen(self) -> Chosen:
@@ -357,7 +347,7 @@ class Compilations:
                     kwargs,
                     batch_argnums=self.settings.batch_argnums,
                     batch_argnames=self.settings.batch_argnames,
-                    placed=follow.placed(self.signature, dynamic, len(args), structs) if follow else self._kept(leaves),
+                    placed=follow.placed(self.signature, dynamic, len(args), structs, place[1]) if follow else place[1],
                     parts=settings.parts,
                     **self.jit,
                 )
@@ -384,9 +374,9 @@ class Compilations:
             return None
         return following(follow.planned, follow.signature.function, self.signature.source)
 
-    def _arriving(self, leaves: Sequence[Any]) -> Hashable:
-        """The part of a compilation's key with the shardings in which arguments arrive and are to stay."""
-        return follow.key if (follow := self._followed()) else self._kept(leaves)
+    def _arriving(self, leaves: Sequence[Any]) -> tuple[Hashable, Placed]:
+        """The part of a compilation's key with the plan that is followed and where arguments arrive and are to stay."""
+        return (follow.key if (follow := self._followed()) else None), self._kept(leaves)
 
     def _kept(self, leaves: Sequence[Any]) -> Placed:
         """The sharding of each argument that arrives on a mesh and is to stay there."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 import jax
@@ -54,11 +55,12 @@ class Following:
         return _ThisPlan(self.plan)
 
     def placed(
-        self, signature: Signature, dynamic: Any, n_args: int, structs: Sequence[jax.ShapeDtypeStruct]
+        self, signature: Signature, dynamic: Any, n_args: int, structs: Sequence[jax.ShapeDtypeStruct], kept: Placed
     ) -> Placed:
-        """The sharding of each flat argument that is state of the other function; None for other arguments.
+        """The sharding of each flat argument that is state of the other function; for others that in which it is to be
+        `kept`, None where nothing says so.
 
-        State of a pipeline has None as well: its planner finds it on its stages.
+        Arguments of a pipeline have None: its planner finds state on its stages.
         """
         (first, *_), graph = self.plan.programs, self.followed.traced.graph
         if self.plan.timeline is not None or not first.mesh.axes:
@@ -70,7 +72,8 @@ class Following:
         places = counterparts(list(zip(signature.names(dynamic, n_args), types, strict=True)), known)
         on = AbstractMesh(mesh.sizes, mesh.axes, (AxisType.Auto,) * len(mesh.axes))
         specs = [None if place is None else partition_spec(first.inputs[state[place]]) for place in places]
-        return tuple(spec if spec is None else NamedSharding(on, spec) for spec in specs)
+        ours = (spec if spec is None else NamedSharding(on, spec) for spec in specs)
+        return tuple(there or kept_there for there, kept_there in zip_longest(ours, kept))
 
     def settings(self, settings: Settings) -> Settings:
         """The settings with the other plan's devices and stages, where the user does not say otherwise."""

@@ -54,6 +54,10 @@ class Program(Protocol):
         """
         ...
 
+    def is_nested(self, leaves: list[Any]) -> bool:
+        """Whether a call with these is inside another transformation. Raises UnsupportedError for a pipeline's."""
+        ...
+
     def executable(self) -> Executable | Pipeline | StageStacked:
         """The executable program, compiled when it is called first."""
         ...
@@ -83,6 +87,9 @@ class _OneProgram:
     ) -> Lowered:
         lowered = lower(self.prepared, structs, statics)
         return lowered if limit is None else replace(lowered, _limit=limit, _again=tightened)
+
+    def is_nested(self, leaves: list[Any]) -> bool:
+        return any(map(is_traced, leaves))
 
     def executable(self) -> Executable:
         return self.prepared.executable()
@@ -118,6 +125,18 @@ class _PipelineProgram:
             return self._stage_stacked(self._pipeline(program, executables))
 
         return LoweredPipeline.of(self.plan, step, program, load, limit)
+
+    def is_nested(self, leaves: list[Any]) -> bool:
+        if any(map(is_traced, leaves)):
+            raise UnsupportedError(
+                explain(
+                    f"{self.signature.function} inside another transformation of JAX's",
+                    "a pipeline is many programs on several submeshes, and no operation of another one",
+                    self.signature.source,
+                    "take jit, derivatives and batches inside the function, or use a planner without stages",
+                )
+            )
+        return False
 
     def executable(self) -> Pipeline | StageStacked:
         return self._stage_stacked(self._pipeline(self._instructions()))
@@ -165,19 +184,11 @@ def _rows(sharding: Sharding) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 
-def outermost(run: Callable[[list[Any]], Any], signature: Signature) -> Callable[[list[Any]], Any]:
+def outermost(run: Callable[[list[Any]], Any], program: Program) -> Callable[[list[Any]], Any]:
     """The function that runs a pipeline, which raises UnsupportedError inside another transformation."""
 
     def checked(leaves: list[Any]) -> Any:
-        if any(map(is_traced, leaves)):
-            raise UnsupportedError(
-                explain(
-                    f"{signature.function} inside another transformation of JAX's",
-                    "a pipeline is many programs on several submeshes, and no operation of another one",
-                    signature.source,
-                    "take jit, derivatives and batches inside the function, or use a planner without stages",
-                )
-            )
+        program.is_nested(leaves)
         return run(leaves)
 
     return checked

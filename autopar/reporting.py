@@ -47,6 +47,7 @@ def report(compilation: Compilation, leaves: list[Any], clock: Clock = time.perf
 
     The factors are kept beside the plans, if plans are kept; if they cannot be written, that is a warning.
     """
+    compilation.signature.check_usable(compilation.traced.graph.input_names, leaves, "report()")
     stepper = stepper_of(compilation, leaves)
     plan = compilation.plan()
     with compilation.phase("measure"):

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 _BEGUN: set[Future[None]] = set()
@@ -53,4 +54,5 @@ def _end(executor: ThreadPoolExecutor) -> None:
 
 def _give_way() -> None:
     if sys.platform == "linux":  # elsewhere a priority is a process's
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with suppress(OSError):  # a sandbox may know the usual policy alone; a save is worth more than its priority
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

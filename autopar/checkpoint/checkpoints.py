@@ -30,7 +30,7 @@ from autopar.checkpoint.manifest import STATE, CheckpointError, Leaf, Manifest, 
 from autopar.checkpoint.plain import decoded, encoded, fields_of_plan, key, whole_number, words_of_key
 from autopar.checkpoint.survey import Survey
 from autopar.distributed import Memory, Processes, among
-from autopar.errors import ArgumentError, check_folder, explain
+from autopar.errors import ArgumentError, PlanningError, check_folder, explain
 from autopar.jax_compat import PyTreeDef
 from passes.plan import AnyPlan, plan_from_json
 
@@ -240,9 +240,9 @@ class Checkpoints:
 
         Whatever one of them meets, all come to the same exchanges in the same order.
         """
-        reason, state, manifest = "", None, None
+        reason, state, manifest, folder = "", None, None, self._folder.place(step)
         try:
-            manifest = Manifest.read(folder := self._folder.place(step))
+            manifest = Manifest.read(folder)
             _check_types(manifest, like)
             state = _restored(self._orbax(), folder, like)
         except RefusedError as error:
@@ -256,9 +256,8 @@ class Checkpoints:
         of_all = self._of_all(f"the checkpoint of step {step}", sums)
         if reason := _difference(manifest, _flattened(like)[0], of_all):
             raise RefusedError(reason)
-        plan = manifest.plan and plan_from_json(manifest.plan)
         position, rng = decoded(manifest.position), key(manifest.rng)
-        return Saved(step=step, state=state, position=position, rng=rng, plan=plan)
+        return Saved(step=step, state=state, position=position, rng=rng, plan=_plan(manifest, folder))
 
     def _of_all(self, topic: str, fields: Any) -> list[Any]:
         """The fields that each process gives, as JSON data, by rank."""
@@ -291,6 +290,17 @@ def _restored(arrays: Arrays, folder: Path, like: Any) -> Any:
     except Exception as error:  # of whatever kind: what is on the disk is not what was written
         reason = f"it cannot be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise RefusedError(reason) from error
+
+
+def _plan(manifest: Manifest, folder: Path) -> AnyPlan | None:
+    """The plan in a manifest; None, with a warning, where it is of an autopar that wrote plans otherwise: the state is
+    good all the same.
+    """
+    try:
+        return manifest.plan and plan_from_json(manifest.plan)
+    except PlanningError as error:
+        warnings.warn(f"{folder}: the state is restored without the plan beside it: {error}", stacklevel=4)
+        return None
 
 
 def _flattened(state: Any) -> tuple[list[str], list[Any]]:

@@ -36,6 +36,8 @@ FAILED = "failed: "
 """The prefix of a process's last sign of life if an error ends it."""
 
 _POLL_MILLISECONDS = 1000
+"""Milliseconds that a process waits for a text before it looks whether others have gone on without it."""
+
 _CHUNK_NBYTES = 1 << 20
 """The most bytes of a value of the service, whose messages are limited to a few MiB."""
 

@@ -30,6 +30,8 @@ LARGE_NBYTES = 1 << 21
 """Bytes sent from process to process at once from which bandwidth counts for more than not waiting."""
 
 _RECEIVER_BITS = 40
+"""Bits of a transfer's number that count transfers; those above them are the receiver's rank."""
+
 _STREAMS = 2
 """Connections that one array may be sent over at once."""
 

@@ -139,14 +139,19 @@ class Signature:
         except ArgumentError:  # a static one that has no hash is what the call ended in
             return ""
         for index, leaf in enumerate(jax.tree.leaves(dynamic)):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                rule = "a jax.ShapeDtypeStruct is enough for plan() and lower(), and a call takes arrays"
-            elif "deleted" in str(error) and jax_compat.is_concrete(leaf) and leaf.is_deleted():
-                rule = "it has been deleted, or donated to an earlier call, whose result takes its place"
-            else:
-                continue
-            return f"argument {self.names(dynamic, len(args))[index]}: {rule}"
+            if (rule := _refusal(leaf)) and (rule != _DELETED or "deleted" in str(error)):
+                return f"argument {self.names(dynamic, len(args))[index]}: {rule}"
         return ""
+
+    def check_usable(self, names: Sequence[str], leaves: Sequence[Any], use: str) -> None:
+        """Raises ArgumentError, which names it, for a flat argument that no call takes: a type, or a deleted array.
+
+        `use` says what the arguments are for.
+        """
+        for name, leaf in zip(names, leaves, strict=True):
+            if rule := _refusal(leaf):
+                remedy = f"pass what {self.function} is called with"
+                raise ArgumentError(explain(f"argument {name} of {use}", rule, self.source, remedy))
 
     def _dynamic_positions(self, n_args: int) -> list[int]:
         static = self._positions(n_args)
@@ -256,6 +261,16 @@ def _typeof(leaf: Any) -> Any:
 def _type_of(leaf: Any) -> Type | None:
     aval = _typeof(leaf)
     return None if aval is None else (aval.shape, aval.dtype, aval.weak_type)
+
+
+_DELETED = "it has been deleted, or donated to an earlier call, whose result takes its place"
+
+
+def _refusal(leaf: Any) -> str:
+    """The reason why no call takes a leaf: it is a type, or a deleted array; empty for any other."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return "a jax.ShapeDtypeStruct is enough for plan() and lower(), and a call takes arrays"
+    return _DELETED if jax_compat.is_concrete(leaf) and leaf.is_deleted() else ""
 
 
 def _tuple(given: Any, single: type) -> tuple[Any, ...]:

@@ -53,4 +53,12 @@ def _axes(x: Any, spec: Any) -> tuple[tuple[str, ...] | None, ...]:
         rule = f"it has {len(spec)} entries, and {jax.typeof(x)} has {rank} dimensions"
         raise ArgumentError(explain(written, rule, "", "write one entry a dimension"))
     entries = (*spec, *(None,) * (rank - len(spec)))
-    return tuple(None if entry is PartitionSpec.UNCONSTRAINED else axes_of(entry) for entry in entries)
+    axes = tuple(None if entry is PartitionSpec.UNCONSTRAINED else axes_of(entry) for entry in entries)
+    names = [name for each in axes for name in each or ()]
+    if strange := [name for name in names if not isinstance(name, str)]:
+        rule, remedy = f"{strange[0]!r:.40} is no name of a mesh axis", 'write, say, jax.P(None, "model")'
+        raise ArgumentError(explain(written, rule, "", remedy))
+    if twice := [name for name in names if names.count(name) > 1]:
+        rule = f"axis {twice[0]!r} is written {names.count(twice[0])} times, and an axis cuts once"
+        raise ArgumentError(explain(written, rule, "", "name another axis, or None"))
+    return axes

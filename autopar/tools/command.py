@@ -34,7 +34,7 @@ class Command:
 
 
 def kept_plans() -> PlanCache:
-    """The cache of plans that commands use, in the user's cache folder; None where there can be none."""
+    """The cache of plans that commands use, in the user's cache folder."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return PlanCache(os.path.join(root, "autopar", "plans"))
 

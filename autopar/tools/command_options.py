@@ -67,7 +67,7 @@ def real_number(*, may_be_zero: bool = False) -> Callable[[str], float]:
 
 
 def planner_of(written: str) -> Planner:
-    """The planner that `--planner` names. Raises UsageError for a name that is none."""
+    """The planner that `--planner` names. Raises UsageError for a name of none, and for one that fails."""
     name, _, option = written.partition(":")
     match name, option:
         case "auto", "":
@@ -89,7 +89,12 @@ def planner_of(written: str) -> Planner:
                 return Pipeline(stages=int(stages), microbatches=int(microbatches), schedule=schedule)
         case "manual", path if path:
             return Manual(path)
-    if (other := extensions.planner(name, option)) is not None:
+    try:
+        other = extensions.planner(name, option)
+    except Exception as error:  # another package's
+        remedy = "write what that package's planner takes, or use one of autopar's"
+        raise UsageError(f"--planner {written!r}: another package's, which fails: {error!r}\n  {remedy}") from error
+    if other is not None:
         return other
     others = "".join(f"\n  {each:<22}of another package" for each in extensions.planners())
     raise UsageError(f"--planner {written!r} is not a planner\n{PLANNERS}{others}")

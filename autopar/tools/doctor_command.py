@@ -34,6 +34,7 @@ OPTIONAL = {
     "jax_cuda12_plugin": "autopar compile for GPUs: pip install 'autopar[gpu-compiler]'",
     "libtpu": "autopar compile for TPUs: pip install 'autopar[tpu-compiler]'",
     "orbax": "checkpoints: pip install 'autopar[checkpoint]'",
+    "flatbuffers": "autopar export --format jax-export: pip install 'autopar[export]'",
 }
 
 

@@ -115,7 +115,8 @@ def at_line(plan: AnyPlan, line: str) -> str:
 
 def _at_line(stage: int, program: Plan, line: str) -> Iterator[str]:
     def is_there(source: str) -> bool:
-        return source.partition(" ")[0].endswith(line)
+        place = _place(source)
+        return place == _place(line) or place.endswith(f"/{_place(line)}")
 
     counted = Counter(
         (op.primitive, plan_text.placement_text(op.placement))
@@ -136,6 +137,11 @@ def _at_line(stage: int, program: Plan, line: str) -> Iterator[str]:
     yield f"  sends for {quantities.seconds(seconds)}, {of_step} of the step if nothing hides or combines it:"
     for c in sorted(sent, key=lambda c: -c.seconds(program.mesh))[:5]:
         yield f"    {c.count:,} x {c.kind} over {'+'.join(c.axes)}, {quantities.nbytes(c.nbytes)} each"
+
+
+def _place(source: str) -> str:
+    """The `file:line` of a source, or of one as errors and tables write it: `train.py:36 (train_step)`."""
+    return source.rpartition(" (")[0] or source
 
 
 COMMAND = Command(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import jax.export
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from autopar.frontend import modules
 from autopar.plan import partition_spec
 from autopar.rewrite import TracedStep, function_of
 from autopar.tools import fit, targets
@@ -19,6 +22,7 @@ from autopar.tools.command import DONE, Command, Output, check_writable, write
 from autopar.tools.explain_command import target_of
 from autopar.tools.targets import UsageError
 from passes.errors import explain
+from passes.memory import compiler_of
 from passes.plan import AnyPlan, Plan, load_plan
 from passes.text import nbytes
 
@@ -28,8 +32,8 @@ Take a plan elsewhere.
 --format shardings writes a small Python module with the plan's mesh and the
 PartitionSpec of every argument and result, for jax.jit; it needs JAX alone.
 --format jax-export writes the step, cut so, with the plan's microbatches and
-recomputation, in JAX's own format, for jax.export.deserialize on the plan's
-number of devices."""
+recomputation, in JAX's own format, for jax.export.deserialize on as many
+devices of the plan's kind, or CPUs."""
 
 _MORE = """\
 example:
@@ -129,19 +133,31 @@ have types that JAX's format cannot hold. To keep them, register these where the
 step is made: jax.export.register_namedtuple_serialization and the like."""
 
 
-def exported(plan: Plan, target: str) -> tuple[bytes, bool]:
-    """(the step of a target in JAX's own format, whether it takes and returns leaves instead of the step's own trees).
+_PLATFORMS: Mapping[str, str] = MappingProxyType({"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"})
+"""The kind of a device's compiler -> JAX's name of its platform."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A step in JAX's own format, for devices of these `platforms`; `of_leaves` if it takes and returns leaves instead
+    of the step's own trees.
+    """
+
+    data: bytes
+    platforms: tuple[str, ...]
+    of_leaves: bool = False
+
+
+def exported(plan: Plan, target: str) -> Exported:
+    """The step of a target in JAX's own format, for the plan's devices and, to be tried, for CPUs.
 
     Arguments and results are placed as in the plan. In as many microbatches, with what its layers keep. Leaves are all
     that can be written where a tree has a type that JAX's format does not know, as the state of an optax optimizer.
     Raises PlanMismatchError where the plan was made for another step.
     """
-    step, args, kwargs = targets.example(target)
-    function = getattr(step, "__wrapped__", step)
-    if kwargs:
-        rule = "arguments by name are not exported"
-        raise UsageError(explain(f"--format jax-export of {target}", rule, "", "return (step, args)"))
-    traced = fit.traced_step(fit.Example.of(step, args, kwargs), cluster=plan.cluster)
+    example = fit.Example.of(*targets.example(target))
+    function, args = _of_arrays(example, target)
+    traced = fit.traced_step(example, cluster=plan.cluster)
     planned = traced.variant(plan.variant())
     plan.check(planned.graph, planned.state_pairs)
     axes = tuple(jax.sharding.AxisType.Auto for _ in plan.mesh.axes)
@@ -157,19 +173,49 @@ def exported(plan: Plan, target: str) -> tuple[bytes, bool]:
     specs = [partition_spec(spec) for spec in plan.inputs]
     ins = placed(args, [PartitionSpec(*spec[1:]) if i in stacked else spec for i, spec in enumerate(specs)])
     outs = placed(jax.eval_shape(function, *args), tuple(map(partition_spec, plan.outputs)))
+    platforms = tuple(dict.fromkeys((_PLATFORMS[compiler_of(plan.cluster.group().device)], "cpu")))
     try:
         try:
-            return _serialized(function, args, ins, outs), False
+            return _serialized(function, args, ins, outs, platforms)
         except ValueError:
-            return _serialized(_of_leaves(function, args), *map(jax.tree.leaves, (args, ins, outs))), True
+            leaves, ins, outs = map(jax.tree.leaves, (args, ins, outs))
+            return replace(_serialized(_of_leaves(function, args), leaves, ins, outs, platforms), of_leaves=True)
     except ImportError as error:
         raise UsageError(f"--format jax-export: {error}; pip install 'autopar[export]'") from error
 
 
-def _serialized(function: Callable[..., Any], args: Sequence[Any], ins: Any, outs: Any) -> bytes:
-    """The function in JAX's own format. Raises ValueError for a type among arguments or results that it cannot hold."""
+def _of_arrays(example: fit.Example, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """(the function of the arrays among an example's arguments, with its static ones bound, those arrays). Raises
+    UsageError for arrays by name and for modules.
+    """
+    function, signature = getattr(example.step, "__wrapped__", example.step), example.function.signature
+    (args, named), statics = signature.split(example.args, example.kwargs)
+    if named or modules.library_of(args) is not None:
+        rule = "arguments by name are not exported" if named else "modules are not exported, but functions of arrays"
+        remedy = "return (step, args)" if named else "return a step of the arrays that the modules are split into"
+        raise UsageError(explain(f"--format jax-export of {target}", rule, "", remedy))
+
+    def of_arrays(*arrays: Any) -> Any:
+        given, others = signature.merge((arrays, {}), example.args, example.kwargs)
+        return function(*given, **others)
+
+    return of_arrays if statics else function, args
+
+
+def _serialized(
+    function: Callable[..., Any], args: Sequence[Any], ins: Any, outs: Any, platforms: tuple[str, ...]
+) -> Exported:
+    """The function in JAX's own format, for the first platform alone where the others lack one of its operations.
+
+    Raises ValueError for a type among arguments or results that the format cannot hold.
+    """
     jitted = jax.jit(function, in_shardings=tuple(ins), out_shardings=outs)
-    return bytes(jax.export.export(jitted)(*args).serialize())
+    try:
+        program = jax.export.export(jitted, platforms=platforms)(*args)
+    except (NotImplementedError, ValueError):  # a kernel for one kind of accelerator
+        platforms = platforms[:1]
+        program = jax.export.export(jitted, platforms=platforms)(*args)
+    return Exported(data=bytes(program.serialize()), platforms=platforms)
 
 
 def _of_leaves(function: Callable[..., Any], args: Any) -> Callable[..., list[Any]]:
@@ -212,11 +258,12 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     target = arguments.target or target_of(arguments.plan)
     if not target:
         raise UsageError("--format jax-export needs the step: --target MODULE:FUNCTION")
+    jax.config.update("jax_platforms", "cpu")
     with Console(stderr=True, highlight=False).status("tracing"):
-        data, is_of_leaves = exported(program, target)
-    write(arguments.out, data, "the program")
-    note = _OF_LEAVES if is_of_leaves else ""
-    return f"{arguments.out}: {nbytes(len(data))}, for jax.export.deserialize{note}", DONE
+        step = exported(program, target)
+    write(arguments.out, step.data, "the program")
+    note, on = _OF_LEAVES if step.of_leaves else "", " or ".join(step.platforms)
+    return f"{arguments.out}: {nbytes(len(step.data))}, for jax.export.deserialize on {on}{note}", DONE
 
 
 def _check(plan: AnyPlan, format: str, path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 import jax
 
 from autopar.api import ParallelFunction, parallelize
-from autopar.frontend import structs_of
+from autopar.frontend import modules, structs_of
 from autopar.rewrite import TracedStep
 from passes.cluster import Cluster, HostGroup
 from passes.errors import OverBudgetError, PlanningError
@@ -131,13 +131,14 @@ def with_rows(example: Example, rows: Mapping[int, int]) -> Example:
     if not rows:
         return example
     signature = example.function.signature
-    dynamic, _ = signature.split(example.args, dict(example.kwargs))
+    dynamic = modules.without_leaves(signature.split(example.args, dict(example.kwargs))[0])
     structs = structs_of(dynamic, signature, len(example.args))
     leaves, tree = jax.tree.flatten(dynamic)
     for position, extent in rows.items():
         leaf = structs[position]
         leaves[position] = jax.ShapeDtypeStruct((extent, *leaf.shape[1:]), leaf.dtype, weak_type=leaf.weak_type)
-    args, kwargs = signature.merge(jax.tree.unflatten(tree, leaves), example.args, dict(example.kwargs))
+    resized = modules.with_leaves(jax.tree.unflatten(tree, leaves))
+    args, kwargs = signature.merge(resized, example.args, dict(example.kwargs))
     return replace(example, args=tuple(args), kwargs=kwargs)
 
 

@@ -43,6 +43,8 @@ second.
 """
 
 _POLL_SECONDS = 0.05
+"""Seconds between two looks at the processes: few to a person, many beside what a look takes."""
+
 _POOL_THREADS = 8
 """The least number of XLA's threads on CPUs: a collective that waits for another process occupies one."""
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 
+from autopar.api import ParallelFunction
 from autopar.cache import PlanCache
 from autopar.compilation import Compilation
 from autopar.tools.fit import Example, batch_of, quiet, with_rows
@@ -127,27 +128,49 @@ def rows(example: Example, sweep: Sweep, request: Request, progress: Callable[[s
     """A row for each combination; `progress` is told what is planned next. Ends early after a plan that was
     interrupted.
     """
-    compilation, known = None, (0, 0)
+    traced, known = None, None
     step = example.function.replan(cache=False)
+    limit = step.compilations.settings.memory_limit if request.memory_limit is None else request.memory_limit
+    request = replace(request, memory_limit=limit)
     base = step.step(*example.args, **example.kwargs)
     places = batch_of(base) if sweep.batch else ()
     whole = base.structs[places[0]].shape[0] if places else 1
     tokens = _tokens(base.structs) if request.tokens_per_step is None else request.tokens_per_step
     for scenario in sweep.scenarios():
-        if compilation is None or known != (scenario.batch, scenario.microbatches):
-            known = (scenario.batch, scenario.microbatches)
+        key = scenario.batch, scenario.microbatches, scenario.cluster.n_devices
+        if traced is None or known != key:
+            known = key
             progress("tracing")
-            resized = with_rows(example, dict.fromkeys(places, scenario.batch) if scenario.batch else {})
-            function = step.replan(microbatches=scenario.microbatches)
-            compilation = function.compilations.of(resized.args, dict(resized.kwargs))
+            traced = _traced(step, example, places, scenario)
         share = scenario.batch / whole if scenario.batch else 1.0
-        row = _row(compilation, scenario, request, progress)
+        row = _row(traced, scenario, request, progress)
         yield replace(row, tokens_per_step=tokens and tokens * share)
         if row.is_interrupted:
             return
 
 
-def _row(compilation: Compilation, scenario: Scenario, request: Request, progress: Callable[[str], None]) -> Row:
+def _traced(
+    step: ParallelFunction[..., Any], example: Example, places: Sequence[int], scenario: Scenario
+) -> Compilation | PlanningError:
+    """The step as it is traced for a scenario: its rows in as many parts as there are devices. The reason where it
+    takes no batch of that size.
+    """
+    function = step.replan(cluster=scenario.cluster, microbatches=scenario.microbatches)
+    if scenario.batch is None:
+        return function.compilations.of(example.args, dict(example.kwargs))
+    resized = with_rows(example, dict.fromkeys(places, scenario.batch))
+    try:
+        return function.compilations.of(resized.args, dict(resized.kwargs))
+    except PlanningError as error:
+        return error
+    except Exception as error:  # of whatever kind: it is the user's own code
+        words = " ".join(str(error).split())
+        return PlanningError(f"a batch of {scenario.batch:,} cannot be traced: {type(error).__name__}: {words}")
+
+
+def _row(
+    traced: Compilation | PlanningError, scenario: Scenario, request: Request, progress: Callable[[str], None]
+) -> Row:
     """The outcome of one scenario."""
     about = ", ".join(f"{name} {value}" for name, value in scenario.values.items() if name in ("planner", "cluster"))
     limit = Auto(memory_limit=request.memory_limit).limit(scenario.cluster)
@@ -159,6 +182,8 @@ def _row(compilation: Compilation, scenario: Scenario, request: Request, progres
 
     progress(f"planning {about}")
     try:
+        if isinstance(traced, PlanningError):
+            raise traced
         cluster = what_if.with_bandwidth(scenario.cluster, scenario.bandwidth, scenario.network)
         options = {
             "cluster": cluster,
@@ -167,7 +192,7 @@ def _row(compilation: Compilation, scenario: Scenario, request: Request, progres
             "cache": request.cache,
             "progress": report,
         }
-        plan = replace(compilation, settings=compilation.settings.but(options), chosen=None).plan()
+        plan = replace(traced, settings=traced.settings.but(options), chosen=None).plan()
     except OverBudgetError as error:
         plan, refusal = cast("AnyPlan | None", error.least_memory_plan), str(error)
     except PlanningError as error:

@@ -23,6 +23,8 @@ exit status: 0 the script has succeeded, else as of `autopar launch`, of its
 last run."""
 
 RESTARTS = 3
+"""Starts after the first one, chosen: enough for hosts that fail, and few for an error that comes each time."""
+
 REPORT_SECONDS = 10.0
 """Seconds to report which process is gone, after it has been noticed."""
 

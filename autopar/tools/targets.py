@@ -80,6 +80,10 @@ def called(target: str) -> Any:
             return function()
     except PlanningError:
         raise
+    except SystemExit as end:  # it read this command's line as its own, say
+        rule = f"the module or the function ends the program (SystemExit: {end.code})"
+        remedy = 'put what a script does, such as reading its options, under if __name__ == "__main__":'
+        raise UsageError(explain(target, rule, "", remedy)) from end
     except Exception as error:  # of whatever kind: it is the user's own code
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             rule = f"there is no module {error.name!r} here ({os.getcwd()}) or among those installed"

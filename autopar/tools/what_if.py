@@ -70,7 +70,8 @@ def simulate(
     part of a host or whole hosts. Links have `bandwidth` times their bytes per second, those between hosts `network`
     times that. `batch` is the leading dimension of the arguments that make up the batch. A combination without a plan
     is a row with the reason; if no plan fits in a device's memory, the row has the plan of least memory. A step
-    processes `tokens_per_step`, by default the elements of its largest array of integers, in proportion to the batch.
+    processes `tokens_per_step`, by default the elements of its largest array of integers, in proportion to the batch;
+    a training of `tokens` takes days, and costs the price of so many hours of all devices.
 
     Definitions are those of `passes.plan.Estimate`. Raises ClusterError, ArgumentError or PlanningError for options
     that cannot be read.
@@ -78,6 +79,9 @@ def simulate(
     training = {"tokens": tokens, "tokens_per_step": tokens_per_step, "price_per_device_hour": price_per_device_hour}
     for name, value in training.items():
         _check(name, () if value is None else (value,), *_POSITIVE)
+    if price_per_device_hour is not None and tokens is None:
+        rule, remedy = "it is the price of a training of so many tokens", "add, say, tokens=300e9"
+        raise ArgumentError(explain(f"price_per_device_hour={price_per_device_hour:g}", rule, "", remedy))
     if not callable(step):
         plan = load_plan(step, "simulate")
         varied = (cluster, planner, devices, bandwidth, network, batch, microbatches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import operator
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from autopar.distributed import placed
 from autopar.errors import ArgumentError, explain
 from autopar.frontend import types_of
+from autopar.jax_compat import Device
 
 _END = object()
 
@@ -141,15 +143,19 @@ class Batches(Iterator[Any]):
         *,
         own_rows: bool = False,
     ) -> None:
-        if prefetch < 1:
-            rule = "should be a whole number from 1"
-            raise ArgumentError(explain(f"batches(prefetch={prefetch})", rule, "", "write, say, 2"))
+        prefetch = _count("prefetch", prefetch, 1, "write, say, 2")
+        if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+            remedy = "pass, say, a list, a generator or a data loader"
+            raise ArgumentError(
+                explain(f"batches({source!r:.60})", "its elements are batches, and it has none", "", remedy)
+            )
         iterator: Any = iter(source)
         has_state = hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
         if has_state and position is not None:
             iterator.set_state(position)
-        elif position:
-            iterator = itertools.islice(iterator, position, None)
+        elif position is not None:
+            remedy = "pass what batches of such a source had: without get_state and set_state they are counted"
+            iterator = itertools.islice(iterator, _count("position", position, 0, remedy), None)
         self.position = iterator.get_state() if has_state else position or 0
         self._shardings = shardings
         self._targets: _Targets = {}
@@ -179,6 +185,18 @@ class Batches(Iterator[Any]):
         self._close()
 
 
+def _count(name: str, value: Any, least: int, remedy: str) -> int:
+    """An option as a whole number from `least`. Raises ArgumentError for anything else."""
+    try:
+        count = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = -1
+    if count < least:
+        rule = f"should be a whole number from {least}"
+        raise ArgumentError(explain(f"batches({name}={value!r:.60})", rule, "", remedy))
+    return count
+
+
 def _types_of(batch: Any) -> Hashable:
     leaves, tree = jax.tree.flatten(batch)
     return tree, types_of(leaves)
@@ -196,7 +214,16 @@ def _joined(rows: Any) -> Any:
     """The global array made of the rows of every process; a number, which has no rows, unchanged."""
     if not np.ndim(rows):
         return rows
-    devices = np.asarray(jax.devices(), dtype=object).reshape(jax.process_count(), -1)
-    mesh = Mesh(devices, ("process", "device"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(by_process(jax.devices()), ("process", "device"), axis_types=(AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("process"))
     return jax.make_array_from_process_local_data(sharding, np.asarray(rows))
+
+
+def by_process(devices: Sequence[Device]) -> np.ndarray:
+    """The devices of each process in a row [processes, devices of each].
+
+    JAX lists them by number, and on a TPU's torus the numbers of one process do not follow each other.
+    """
+    processes = {device.process_index for device in devices}
+    ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
+    return np.asarray(ordered, dtype=object).reshape(len(processes), -1)

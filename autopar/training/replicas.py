@@ -20,6 +20,8 @@ from jax import lax
 from autopar.distributed import digest_of
 
 _WORD_NBYTES = 4
+"""Bytes of a word: devices have integers of 32 bits, and JAX no wider ones by default."""
+
 _FACTORS = ((0x9E3779B1, 0x85EBCA77), (0xC2B2AE3D, 0x27D4EB2F))
 """Odd numbers, by which a word and its place are multiplied in each half of a digest."""
 
@@ -38,7 +40,9 @@ class Findings:
 
 
 def findings(named: Iterable[tuple[str, Any]]) -> Findings:
-    """The findings of this process on leaves with their names; parts without a copy have no digest."""
+    """The findings of this process on leaves with their names; parts without a copy have no digest, and leaves that are
+    no arrays or numbers have none.
+    """
     placed: dict[Any, list[tuple[str, str, Any]]] = {}
     digests: dict[str, dict[int, str]] = {}
     not_finite: list[str] = []
@@ -47,6 +51,8 @@ def findings(named: Iterable[tuple[str, Any]]) -> Findings:
         order.append(name)
         if not isinstance(leaf, jax.Array):
             array = np.asarray(leaf)
+            if array.dtype.hasobject:  # a function, say: it has an address of its own in each process
+                continue
             digests[_key(number, name)] = {-1: digest_of(array)}
             if array.dtype.kind in "fc" and not np.isfinite(array).all():
                 not_finite.append(name)

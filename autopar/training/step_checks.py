@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -42,9 +43,10 @@ class StepChecks:
     _named: set[int] = field(default_factory=set[int], init=False)
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.slow <= 1:
-            rule = "every should be a whole number from 1, and slow more than 1"
-            argument = f"checks(every={self.every}, slow={self.slow})"
+        is_count = isinstance(self.every, Integral) and not isinstance(self.every, bool) and self.every >= 1
+        if not is_count or not isinstance(self.slow, Real) or not self.slow > 1:
+            rule = "every should be a whole number from 1, and slow a number above 1"
+            argument = f"checks(every={self.every!r:.40}, slow={self.slow!r:.40})"
             raise ArgumentError(explain(argument, rule, "", "write, say, every=100, slow=1.5"))
 
     def __call__(self, step: int, state: Any, **values: Any) -> None:

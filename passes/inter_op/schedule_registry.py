@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from passes.errors import PlanningError, close, explain
 from passes.inter_op.schedules import Kind, Schedule, Task
@@ -22,15 +22,29 @@ SCHEDULES: dict[str, Builder] = {}
 
 
 def register(name: str) -> Callable[[SomeBuilder], SomeBuilder]:
-    """The decorator that adds a schedule to the table under a name. Raises PlanningError for a name that is taken."""
+    """The decorator that adds a schedule to the table under a name.
+
+    Raises PlanningError for a name of another function's. The same one, defined again as in a notebook, replaces it.
+    """
+    if not isinstance(cast("object", name), str) or not name:
+        remedy = 'write @autopar.register_schedule("mine") above its function'
+        raise PlanningError(explain(f"schedule {name!r:.60}", "it is added under a name", "", remedy))
 
     def add(builder: SomeBuilder) -> SomeBuilder:
-        if SCHEDULES.get(name, builder) is not builder:
+        if not callable(builder):
+            rule, remedy = "a schedule is a function", "write one of (stages, microbatches) that returns a Schedule"
+            raise PlanningError(explain(f"schedule {name!r}, {builder!r:.40}", rule, "", remedy))
+        if _source(SCHEDULES.get(name, builder)) != _source(builder):
             raise PlanningError(explain(f"schedule {name!r}", "is in the table", "", "choose another name"))
         SCHEDULES[name] = builder
         return builder
 
     return add
+
+
+def _source(builder: Builder) -> tuple[object, object]:
+    """The module and the name that a builder was defined under; itself where it has none."""
+    return getattr(builder, "__module__", None), getattr(builder, "__qualname__", builder)
 
 
 def is_chunked(name: str) -> bool:
@@ -44,14 +58,35 @@ def splits_backward(name: str) -> bool:
 
 
 def build(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name. Raises PlanningError for an unknown name, or chunks where it has no use for them."""
+    """The schedule of that name. Raises PlanningError for an unknown name, chunks where it has no use for them, and a
+    user's function that returns another schedule than it is called for.
+    """
     builder = _builder(name)
     if is_chunked(name):
-        return builder(stages, microbatches, chunks=chunks)
+        return _checked(name, builder(stages, microbatches, chunks=chunks), stages, microbatches, chunks)
     if chunks != 1:
         rule = f"puts 1 stage on each device group, not {chunks}"
         raise PlanningError(explain(f"schedule {name!r}", rule, "", "leave out the chunks, or use 'interleaved'"))
-    return builder(stages, microbatches)
+    return _checked(name, builder(stages, microbatches), stages, microbatches, chunks)
+
+
+def _checked(name: str, built: object, stages: int, microbatches: int, chunks: int) -> Schedule:
+    """The schedule that a builder returned. Raises PlanningError for anything else, or one of other sizes."""
+    groups = stages // chunks
+    rule = f"its function is called for {_sizes(stages, groups, microbatches)}"
+    if not isinstance(built, Schedule):
+        raise PlanningError(explain(f"schedule {name!r}", rule, f"it returned {built!r:.60}", "return a Schedule"))
+    sizes = built.n_stages, len(built.groups), built.microbatches
+    if sizes != (stages, groups, microbatches):
+        remedy = "return as many as it is called for"
+        raise PlanningError(explain(f"schedule {name!r}", rule, f"it returned {_sizes(*sizes)}", remedy))
+    return built
+
+
+def _sizes(stages: int, groups: int, microbatches: int) -> str:
+    """`4 stages on 2 groups and 8 microbatches`."""
+    rows = count(microbatches, "microbatch", "microbatches")
+    return f"{count(stages, 'stage')} on {count(groups, 'group')} and {rows}"
 
 
 def _builder(name: str) -> Builder:

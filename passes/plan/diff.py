@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from passes.cluster import Collective
+from passes.errors import PlanningError, explain
 from passes.plan.parts import Operator
 from passes.plan.text import common, everything, placement_text, short
 from passes.sharding import ShardingSpec
 from passes.text import Column, Table, quantities
+
+SomePlan = TypeVar("SomePlan")
+
 
 GROUPS = 20
 """The most groups of operators that the text form lists, largest first."""
@@ -81,6 +86,14 @@ class PlanDiff:
 
     def __str__(self) -> str:
         return self.format()
+
+
+def checked(other: object, kind: type[SomePlan]) -> SomePlan:
+    """The plan that another is compared with. Raises PlanningError for anything but one of this kind."""
+    if isinstance(other, kind):
+        return other
+    remedy = "pass a plan, such as autopar.Plan.load(path) of a saved one"
+    raise PlanningError(explain(f"plan.diff({other!r:.60})", "plans are compared with plans", "", remedy))
 
 
 def changes(pairs: Mapping[str, tuple[str, str]]) -> tuple[Change, ...]:

@@ -29,7 +29,7 @@ from passes.plan import text as plan_text
 from passes.plan.json import Fields
 from passes.plan.parts import Alternative, merged
 from passes.plan.plan import AnyPlan, Plan, Specs
-from passes.plan.reading import SCHEMA
+from passes.plan.reading import SCHEMA, check_schema
 from passes.sharding import replicated
 from passes.step import MOST_CHUNKS, Step, Variant
 from passes.text import Column, Table, quantities
@@ -346,8 +346,7 @@ def _read(kind: type[SomePlan], data: object) -> SomePlan:
     read = plan_json.as_object(data, "the plan")
     if "pipeline" not in read.data:
         raise PlanningError("this is not the plan of a pipeline; autopar.Plan.load reads the others")
-    if read.of("schema") != SCHEMA:
-        raise PlanningError(f"the plan has schema {read.of('schema')!r}, and this autopar reads {SCHEMA}")
+    check_schema(read)
     how = read.object("pipeline")
 
     def numbers(fields: Fields, name: str) -> tuple[int, ...]:

@@ -150,8 +150,8 @@ class AnyPlan(Storable):
         """Raises PlanMismatchError unless it was made for this step, and is legal for it."""
 
     def diff(self, other: AnyPlan) -> PlanDiff | PipelineDiff:
-        """The differences from this plan to `other`."""
-        if self.timeline is None and other.timeline is None:
+        """The differences from this plan to `other`. Raises PlanningError for anything but a plan."""
+        if plan_diff.checked(other, AnyPlan).timeline is None and self.timeline is None:
             return _difference(*self.programs, *other.programs)
         return PipelineDiff.between(
             (self.facts, other.facts),

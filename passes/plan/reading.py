@@ -23,12 +23,7 @@ def read_plan(data: object, make: Callable[..., Read]) -> Read:
         raise PlanningError("this is not a plan: it has no schema or no fingerprint; `autopar plan` writes plans")
     if "pipeline" in read.data:
         raise PlanningError("this is the plan of a pipeline; autopar.PipelinePlan.load reads it")
-    if read.of("schema") != SCHEMA:
-        writer = read.data.get("autopar", "(unknown)")
-        raise PlanningError(
-            f"the plan has schema {read.of('schema')!r}, written by autopar {writer}; this is autopar "
-            f"{plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use that autopar"
-        )
+    check_schema(read)
     cluster = Cluster.from_json(read.object("cluster").data)
     mesh = plan_json.mesh_from_json(read.object("mesh"), cluster)
     inputs = plan_json.values_from_json(read.list("inputs"), mesh, "input")
@@ -37,6 +32,8 @@ def read_plan(data: object, make: Callable[..., Read]) -> Read:
     collectives, replicated = read.list("collectives"), read.list("replicated")
     remat = read.list("remat") if "remat" in read.data else ()
     offloaded = read.list("offloaded") if "offloaded" in read.data else ()
+    if (microbatches := read.int("microbatches")) < 1:
+        raise PlanningError(f"the plan.microbatches should be a whole number from 1, and is {microbatches}")
     return make(
         fingerprint=read.text("fingerprint"),
         cluster=cluster,
@@ -54,7 +51,7 @@ def read_plan(data: object, make: Callable[..., Read]) -> Read:
         nbytes={cause: nbytes.int(cause) for cause in nbytes.data},
         solution=account.solution_from_json(read.object("solution")),
         replicated=tuple(plan_json.as_text(entry, f"replicated[{i}]") for i, entry in enumerate(replicated)),
-        microbatches=read.int("microbatches"),
+        microbatches=microbatches,
         input_types=inputs.types,
         output_types=outputs.types,
         phases=_floats(read, "phases"),
@@ -67,6 +64,16 @@ def read_plan(data: object, make: Callable[..., Read]) -> Read:
         remat=tuple(plan_json.as_text(entry, f"remat[{i}]") for i, entry in enumerate(remat)),
         counted_for=read.text("placed") if "placed" in read.data else "",  # files have it since 2026-11
     )
+
+
+def check_schema(read: plan_json.Fields) -> None:
+    """Raises PlanningError for the file of an autopar that writes another schema."""
+    if read.of("schema") != SCHEMA:
+        writer = read.data.get("autopar", "(unknown)")
+        raise PlanningError(
+            f"the plan has schema {read.of('schema')!r}, written by autopar {writer}; this is autopar "
+            f"{plan_json.version()}, which reads schema {SCHEMA}. Plan again, or use that autopar"
+        )
 
 
 def _floats(read: plan_json.Fields, name: str) -> dict[str, float]:

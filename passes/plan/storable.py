@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from typing import Self
 
-from passes.errors import PlanningError
+from passes.errors import PlanningError, explain
 from passes.plan import json as plan_json
 from passes.text import Table
 
@@ -49,12 +49,20 @@ class Storable(ABC):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan; a reader sees the old file or the whole new one. Raises PlanningError where it cannot."""
+        _check_path(f"{type(self).__name__}.save", path)
         plan_json.write(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """The plan in a file. Raises PlanningError, with the place, for a file that holds none."""
+        _check_path(f"{cls.__name__}.load", path)
         try:
             return cls.from_json(plan_json.read(path))
         except PlanningError as error:
             raise type(error)(f"{path}: {error}") from error
+
+
+def _check_path(call: str, path: object) -> None:
+    """Raises PlanningError, by the call that was made, for what is the path of no file."""
+    if not isinstance(path, str | os.PathLike):
+        raise PlanningError(explain(f"{call}({path!r:.60})", "a file goes by its path", "", "write, say, 'plan.json'"))

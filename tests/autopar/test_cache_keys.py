@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.cache import key_of
+from autopar.cache import PlanCache, key_of
+from autopar.errors import ArgumentError
 from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES
 
@@ -49,3 +50,9 @@ def test_a_users_schedule_counts_by_what_it_does(planner: Any, monkeypatch: pyte
         digests[schedule.__name__] = digest(planner)
     assert digests.pop("same_again") == digests["as_gpipe"]
     assert len(set(digests.values())) == 4
+
+
+@pytest.mark.parametrize("folder", [5, "", None, ["plans"]])
+def test_a_cache_without_a_folder_is_refused(folder: Any):
+    with pytest.raises(ArgumentError, match=r"PlanCache\(.*\n.*PlanCache\('plans'\)"):
+        PlanCache(folder)

@@ -143,6 +143,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
         autopar.compare(step, (params, batch))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match=r"(?s)args=.*compare\(train_step, \(state, batch\)\)"):
         autopar.compare(parallel(), batch)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ArgumentError, match=r"(?s)kwargs=5.*\{'batch': batch\}"):
+        autopar.compare(parallel(), (params, batch), 5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match=r"(?s)planners=.*planners=\{'mine'"):
         autopar.compare(parallel(), (params, batch), planners=[autopar.Zero(3)])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ArgumentError, match="which is always compared"):

@@ -73,6 +73,8 @@ def test_a_planner_of_another_package_goes_by_its_name(package: None) -> None:
     assert planner.parts == 4  # pyright: ignore
     with pytest.raises(UsageError, match=r"halves +of another package"):
         planner_of("thirds")
+    with pytest.raises(UsageError, match=r"'halves:x': another package's, which fails: ValueError\(.*\n  write what"):
+        planner_of("halves:x")
     shapes = [jax.ShapeDtypeStruct((64, 64), "float32")] * 2
     plan = autopar.parallelize(lambda w, x: x @ w, cluster="8:h100", planner=planner).plan(*shapes)
     assert plan.planner == "zero-3"

@@ -173,3 +173,18 @@ def test_what_is_kept_under_a_plan_keeps_it():
     evaluation.clear_cache()
     gc.collect()
     assert plan() is None
+
+
+def test_what_follows_keeps_other_arguments_where_they_arrive():
+    """With `placed="keep"` the batch stays as it comes, and the state as the followed plan has it."""
+    step = autopar.parallelize(train, planner=autopar.Zero(3))
+    state, _ = step(made(), X)
+    mesh = jax.make_mesh((2, 4), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    batch = jax.device_put(X, jax.NamedSharding(mesh, jax.P(None, "columns")))
+    followed = autopar.parallelize(evaluate, follow=step, placed="keep")
+    (places, rows), _ = followed.placement(state["params"], batch)
+    assert rows.sharding.is_equivalent_to(batch.sharding, 2)
+    for array, place in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(places), strict=True):
+        assert array.sharding.is_equivalent_to(place.sharding, array.ndim)
+    loss, _ = followed(state["params"], batch)
+    assert abs(loss - evaluate(jax.tree.map(np.asarray, state["params"]), X)[0]) < 1e-5

@@ -126,3 +126,8 @@ def test_a_module_of_nnx_is_made_where_it_is_read(planner: Any, ways: int):
 def test_what_else_the_step_takes_must_be_known():
     with pytest.raises(autopar.ArgumentError, match=r"init\(init_fn, key, others=\(batch,\)\)"):
         autopar.parallelize(step).init(init, jax.random.key(0))
+
+
+def test_arguments_that_are_not_in_a_tuple_are_refused():
+    with pytest.raises(autopar.ArgumentError, match=r"init\(others=.*\n.*others=\(batch,\)"):
+        autopar.parallelize(step).init(init, jax.random.key(0), others=BATCH)  # pyright: ignore[reportArgumentType]

@@ -115,3 +115,18 @@ def test_a_static_argument_without_a_hash_is_said_once():
     with pytest.raises(autopar.ArgumentError, match="must be hashable") as raised:
         autopar.parallelize(lambda x, n: x, static_argnums=1)(1.0, [1])
     assert "".join(traceback.format_exception(raised.value)).count("ArgumentError: ") == 1
+
+
+@pytest.mark.parametrize("measured", ["report", "compare"])
+def test_measuring_names_what_no_step_can_be_taken_on(measured: str):
+    step: Any = autopar.parallelize(train_step, planner=DataParallel(), donate_argnums=0)
+    measure = {"report": step.report, "compare": lambda *args: autopar.compare(step, args, planners={})}[measured]
+    types = {"v": jax.ShapeDtypeStruct((16, 16), jnp.float32), "w": jnp.eye(16)}
+    with pytest.raises(
+        autopar.ArgumentError, match=rf"argument state\['v'\] of {measured}\(\): a jax.ShapeDtypeStruct"
+    ):
+        measure(types, BATCH)
+    gone = state_of()
+    gone["w"].delete()
+    with pytest.raises(autopar.ArgumentError, match=rf"argument state\['w'\] of {measured}\(\): it has been deleted"):
+        measure(gone, BATCH)

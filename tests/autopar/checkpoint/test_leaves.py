@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.checkpoint import background
 from tests.closeness import assert_same_bits
 
 
@@ -102,3 +106,29 @@ def test_what_is_saved_beside_a_state_is_refused_by_its_name(tmp_path: Path, bes
 def test_what_is_no_folder_is_refused(path: Any):
     with pytest.raises(autopar.ArgumentError, match="Checkpoints\\("):
         autopar.Checkpoints(path)
+
+
+def test_a_state_comes_back_though_its_plan_is_of_another_autopar(tmp_path: Path):
+    @dataclass
+    class Foreign:
+        def to_json(self) -> dict[str, object]:
+            return {"schema": 99, "fingerprint": "0"}
+
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"a": jnp.ones(3)}, position=7, plan=Foreign())  # pyright: ignore[reportArgumentType]
+        with pytest.warns(UserWarning, match="step-00000001: the state is restored without the plan beside it: .*99"):
+            saved = checkpoints.restore({"a": jnp.zeros(3)})
+    assert saved is not None
+    assert (saved.position, saved.plan) == (7, None)
+    assert_same_bits(saved.state, {"a": jnp.ones(3)})
+
+
+def test_a_save_goes_on_where_its_thread_may_not_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(background, "_background", functools.cache(background._background.__wrapped__))
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"a": jnp.ones(3)})
+    assert checkpoints.steps() == [1]

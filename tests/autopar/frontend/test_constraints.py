@@ -52,7 +52,13 @@ def test_a_constraint_is_the_identity_and_has_its_gradient():
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"), [("x", "a placement is a PartitionSpec"), (P(None, None, "x"), "3 entries")]
+    ("spec", "words"),
+    [
+        ("x", "a placement is a PartitionSpec"),
+        (P(None, None, "x"), "3 entries"),
+        (P(3), "3 is no name of a mesh axis"),
+        (P("x", ("y", "x")), "axis 'x' is written 2 times"),
+    ],
 )
 def test_what_is_no_placement_of_a_value_is_refused(spec, words):
     with pytest.raises(ArgumentError, match=words):

@@ -178,6 +178,10 @@ def test_pipelines_inside_transformations_are_refused():
     pipeline = autopar.parallelize(step, planner=autopar.Pipeline(stages=2, microbatches=2))
     with pytest.raises(autopar.UnsupportedError, match="pipeline"):
         jax.jit(pipeline)(params, batch)
+    # A mesh of the caller's has more devices than a stage, which JAX would not compile under it.
+    mesh = jax.make_mesh((8,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(autopar.UnsupportedError, match="pipeline"):
+        jax.jit(pipeline)(params, batch)
 
 
 def test_a_function_that_closes_over_what_is_being_traced_is_refused():

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,21 @@ def test_doctor_tells_versions_devices_and_what_is_in_the_way(capsys, monkeypatc
     monkeypatch.setattr(doctor_command, "local_cluster", _unknown)
     assert main(["doctor"]) == 1
     assert "no data of 'cpu'" in capsys.readouterr().out
+
+
+def test_doctor_names_every_part_that_is_optional():
+    extras = tomllib.loads((Path(autopar.__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ].keys()
+    remedies = " ".join(doctor_command.OPTIONAL.values())
+    assert [extra for extra in extras - {"dev", "docs"} if f"autopar[{extra}]" not in remedies] == []
+
+
+@pytest.mark.usefixtures("train")
+def test_a_module_that_ends_the_program_is_told_of(capsys):
+    Path("script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--lr', '1'])\n")
+    assert main(["plan", "script:example", "--cluster", "8:h100"]) == 2
+    assert "script:example: the module or the function ends the program" in capsys.readouterr().err
 
 
 def _unknown(*args, **kwargs):

@@ -120,6 +120,23 @@ def test_explain_shows_a_line_with_what_it_sends(capsys):
     assert "sends for" in out
 
 
+def test_a_line_is_named_as_tables_write_it_and_is_of_no_other_file(plan, capsys):
+    (program,) = load_plan(plan).programs
+    (line,) = {op.source.split(":")[1].split(" ")[0] for op in program.operators if op.primitive == "tanh"}
+    text = plan.read_text()
+    folder = str(plan.parent)
+    plan.write_text(text.replace(folder, "/home/me/my project"))
+    for written in (
+        f"train.py:{line}",
+        f"my project/train.py:{line} (step.<lambda>)",
+        f"/home/me/my project/train.py:{line}",
+    ):
+        assert main(["explain", str(plan), written]) == 0
+        assert "tanh" in capsys.readouterr().out
+    assert main(["explain", str(plan), f"rain.py:{line}"]) == 2
+    assert "no operator of the plan is of this line" in capsys.readouterr().err
+
+
 def test_a_plan_without_a_target_tells_what_was_chosen(capsys):
     assert main(["explain", PLAN, "up"]) == 0
     out = capsys.readouterr().out

@@ -61,6 +61,7 @@ def test_the_program_is_exported_with_its_shardings(plan):
     assert main(["export", "plan.json", "--format", "jax-export", "-o", "step.bin"]) == 0
     program = jax.export.deserialize(bytearray(Path("step.bin").read_bytes()))
     assert program.nr_devices == 4
+    assert program.platforms == ("cuda", "cpu")  # the plan's H100, and what is here
     assert_computes_the_step(program, jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y")))
 
 
@@ -142,3 +143,46 @@ def test_a_module_is_small_and_readable(plan):
     compile(text, "shardings.py", "exec")
     assert len(text.splitlines()) < 70
     assert "MESH = {'x': 2, 'y': 2}" in text
+
+
+@pytest.mark.parametrize(("cluster", "platforms"), [("2:tpu-v5e", ("tpu", "cpu")), ("2:cpu", ("cpu",))])
+def test_a_program_is_for_the_devices_that_it_was_planned_for(train, capsys, cluster, platforms):
+    assert main(["plan", "train:example", "--cluster", cluster, "--no-cache", "--out", "plan.json"]) == 0
+    assert main(["export", "plan.json", "--format", "jax-export", "-o", "step.bin"]) == 0
+    assert f"for jax.export.deserialize on {' or '.join(platforms)}" in capsys.readouterr().out
+    assert jax.export.deserialize(bytearray(Path("step.bin").read_bytes())).platforms == platforms
+
+
+def test_static_arguments_are_those_of_the_target(train):
+    command = ["plan", "train:parallel_example", "--cluster", "4:h100", "--planner", "zero3", "--no-cache"]
+    assert main([*command, "--out", "plan.json"]) == 0
+    assert main(["export", "plan.json", "--format", "jax-export", "-o", "step.bin"]) == 0
+    program = jax.export.deserialize(bytearray(Path("step.bin").read_bytes()))
+    params, loss = program.out_avals[:2], program.out_avals[2]
+    assert ([p.shape for p in params], loss.shape) == ([(256, 64), (64, 256)], ())
+
+
+MODULES = """
+import jax.numpy as jnp
+from flax import nnx
+
+def step(net, batch):
+    return jnp.mean(net(batch))
+
+def example():
+    return step, (nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((8, 8)))
+
+def by_name():
+    import train
+    step, (params, batch) = train.example()
+    return step, (params,), {"batch": batch}
+"""
+
+
+@pytest.mark.parametrize(("name", "words"), [("example", "modules are not exported"), ("by_name", "arguments by name")])
+def test_what_is_no_function_of_arrays_is_refused(train, capsys, name, words):
+    Path("nets.py").write_text(MODULES)
+    target = f"nets:{name}"
+    assert main(["plan", target, "--cluster", "4:h100", "--planner", "dp", "--no-cache", "--out", "p.json"]) == 0
+    assert main(["export", "p.json", "--format", "jax-export", "-o", "step.bin"]) == 2
+    assert f"--format jax-export of {target}: {words}" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import autopar
 from autopar import DataParallel
 from autopar.training import Batches
+from autopar.training.batches import by_process
 from tests.autopar.distributed.launching import HERE, SECONDS, environment, launch, lines
 
 BATCHES = [{"x": np.full((8, 2), float(n), np.float32), "weight": np.float32(n)} for n in range(6)]
@@ -104,8 +106,34 @@ def test_an_error_of_the_source_is_raised_where_its_element_is_due():
     assert next(batches)["weight"] == 0
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
-    with pytest.raises(autopar.ArgumentError, match="prefetch=0"):
-        autopar.parallelize(step).batches([], prefetch=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefetch": 0}, {"prefetch": "2"}, {"position": -1}, {"position": {"at": 3}}, {"position": 1.5}]
+)
+def test_an_option_that_is_no_count_is_named(options: dict[str, Any]):
+    with pytest.raises(autopar.ArgumentError, match=rf"batches\({next(iter(options))}=.*whole number"):
+        autopar.parallelize(step).batches(BATCHES, **options)
+
+
+@dataclass
+class Chip:
+    """A device as JAX numbers it on a TPU's torus: two rows of four chips, of which each host has a square."""
+
+    id: int
+    process_index: int
+
+
+def test_what_has_no_elements_is_named():
+    nothing: Any = None
+    with pytest.raises(autopar.ArgumentError, match=r"batches\(None\): its elements are batches"):
+        autopar.parallelize(step).batches(nothing)
+
+
+def test_the_devices_of_a_process_stand_together():
+    chips = [Chip(number, number // 2 % 2) for number in range(8)]
+    rows = [[chip.id for chip in row] for row in by_process(chips).tolist()]
+    assert rows == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 WAITING = """

@@ -58,6 +58,11 @@ def test_a_copy_that_differs_is_named_with_its_device():
     assert first_difference([{}, {key: {"0": "b"}}, {key: {"8": "a", "9": "a"}}]) == ("whole", 1, 0, 2, 8)
 
 
+def test_a_function_in_a_state_is_no_copy_of_another_processs():
+    """An Equinox module's activation: its address differs from process to process."""
+    assert findings([("state.activation", jnp.tanh), ("state.rate", 0.1)]).digests.keys() == {"00000001 state.rate"}
+
+
 def test_what_is_cut_over_all_devices_has_no_copy_and_is_finite_or_not():
     values = np.ones((8, 2), np.float32)
     mine = findings([("a", in_shards(values, PartitionSpec("x", "y"), 3))])
@@ -78,8 +83,12 @@ def test_a_step_is_checked_every_so_many():
     checks(5, {"w": good}, loss=np.nan)
     with pytest.raises(DeviceError, match="loss of step 6 on this process"):
         checks(6, {"w": good}, loss=jnp.float32(np.inf))
-    with pytest.raises(autopar.ArgumentError, match="every=0"):
-        autopar.parallelize(lambda x: x).checks(every=0)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": "100"}, {"every": 2.5}, {"slow": 1}, {"slow": None}])
+def test_an_option_that_is_no_such_number_is_named(options: dict[str, Any]):
+    with pytest.raises(autopar.ArgumentError, match=f"{next(iter(options))}={next(iter(options.values()))!r}"):
+        autopar.parallelize(lambda x: x).checks(**options)
 
 
 def pace(host: float, compute: float, planned: float = 0.1, step: float = 1.0) -> Pace:

@@ -1,6 +1,7 @@
 """Schedules are complete, in order, come to an end, keep so much in flight and take so long as is published."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import pytest
@@ -8,7 +9,14 @@ from hypothesis import given
 
 from passes.errors import PlanningError
 from passes.inter_op import SCHEDULES, Schedule, Task, build, is_chunked, register, schedule_registry
-from passes.inter_op.schedule_registry import eager_one_f_one_b, gpipe, interleaved, one_f_one_b, zero_bubble_h1
+from passes.inter_op.schedule_registry import (
+    Builder,
+    eager_one_f_one_b,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+)
 from passes.inter_op.schedules import Kind, in_flight, play
 
 GROUPS = range(1, 9)
@@ -318,6 +326,48 @@ def test_users_add_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build("mine", 2, 3).name == "mine"
     with pytest.raises(PlanningError, match="'mine': is in the table"):
         register("mine")(gpipe)
+
+
+def test_a_schedule_defined_again_replaces_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's cell that is run twice was refused the second time."""
+    monkeypatch.setattr(schedule_registry, "SCHEDULES", dict(SCHEDULES))
+
+    def define() -> Builder:
+        def mine(stages: int, microbatches: int) -> Schedule:
+            return gpipe(stages, microbatches)
+
+        return mine
+
+    register("mine")(define())
+    again = register("mine")(define())
+    assert schedule_registry.SCHEDULES["mine"] is again
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        (lambda stages, microbatches: [], r"called for 2 stages on 2 groups and 3 microbatches.*\n.*it returned \[\]"),
+        (lambda stages, microbatches: gpipe(stages, 2 * microbatches), "2 stages on 2 groups and 6 microbatches"),
+        (lambda stages, microbatches: gpipe(2 * stages, microbatches), "4 stages on 4 groups and 3 microbatches"),
+        (lambda stages, microbatches: build("interleaved", stages, 1, 2), "2 stages on 1 group and 1 microbatch"),
+    ],
+)
+def test_a_schedule_of_other_sizes_is_refused(monkeypatch: pytest.MonkeyPatch, builder: Builder, message: str) -> None:
+    """One of more microbatches was planned, and priced, as it was; one of more stages ended in an IndexError."""
+    monkeypatch.setitem(SCHEDULES, "mine", builder)
+    with pytest.raises(PlanningError, match=message):
+        build("mine", 2, 3)
+
+
+@pytest.mark.parametrize("name", [5, "", gpipe])
+def test_a_schedule_has_a_name(name: Any) -> None:
+    with pytest.raises(PlanningError, match="it is added under a name"):
+        register(name)
+
+
+def test_a_schedule_is_a_function() -> None:
+    with pytest.raises(PlanningError, match="'mine', None: a schedule is a function"):
+        register("mine")(cast("Any", None))
 
 
 def test_a_schedule_has_several_stages_on_a_group_if_it_takes_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

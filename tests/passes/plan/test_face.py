@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,3 +91,18 @@ def test_a_file_of_another_schema_names_both() -> None:
     data = make_plan().to_json() | {"schema": SCHEMA + 1}
     with pytest.raises(PlanningError, match=f"has schema {SCHEMA + 1}, .* reads schema {SCHEMA}"):
         read_plan(data, Plan)
+    data = make_pipeline().to_json() | {"schema": SCHEMA + 1}
+    with pytest.raises(PlanningError, match=f"has schema {SCHEMA + 1}, .* reads schema {SCHEMA}. Plan again"):
+        PipelinePlan.from_json(data)
+
+
+def test_what_is_no_path_or_no_plan_is_named_with_the_call() -> None:
+    nothing: Any = None
+    number: Any = 5
+    with pytest.raises(PlanningError, match=r"^Plan\.save\(None\): a file goes by its path"):
+        make_plan().save(nothing)
+    with pytest.raises(PlanningError, match=r"^PipelinePlan\.load\(5\): a file goes by its path"):
+        PipelinePlan.load(number)
+    for plan in (make_plan(), make_pipeline()):
+        with pytest.raises(PlanningError, match=r"^plan\.diff\(None\): plans are compared with plans"):
+            plan.diff(nothing)

@@ -73,6 +73,7 @@ def test_every_missing_field_is_named(plan, name):
         ('"float32[64,512]"', '"float32(64,512)"', "a type like"),
         ('"nbytes": {"arguments": 3145728', '"nbytes": {"arguments": 1.5', "nbytes.arguments should be a whole number"),
         ('"microbatches": 1', '"microbatches": null', "microbatches should be a whole number"),
+        ('"microbatches": 1', '"microbatches": 0', "microbatches should be a whole number from 1, and is 0"),
     ],
 )
 def test_an_edit_that_cannot_be_read_says_where(plan, old, new, message):
