@@ -24,6 +24,7 @@ FILES = {
         "__main__",
         "errors",
         "jax_compat",
+        "jax_cudnn",
         "plan",
         "cache",
         "following",

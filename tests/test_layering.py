@@ -26,7 +26,8 @@ ORDER = {
         "__init__",
     ),
     "autopar": (
-        *("errors", "phases", "extensions", "jax_compat", "distributed", "plan", "frontend", "lowering", "checks"),
+        *("errors", "phases", "extensions", "jax_compat", "jax_cudnn", "distributed", "plan", "frontend"),
+        *("lowering", "checks"),
         *("runtime", "checkpoint", "profiling"),
         *(
             "rewrite",

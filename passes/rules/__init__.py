@@ -20,21 +20,9 @@ from passes.rules.added_nodes import barrier, sum_of
 from passes.rules.convolution import small_image_taps
 from passes.rules.effects import makes_the_same
 from passes.rules.pinned import boundaries_of, pinned_mesh
-from passes.rules.registry import (
-    Assignment,
-    Factor,
-    ShardingRule,
-    build,
-    canonical,
-    define,
-    in_order,
-    known_primitives,
-    made_anywhere,
-    replicate,
-    rule_of,
-    rules_of,
-)
+from passes.rules.registry import build, define, known_primitives, made_anywhere, replicate, rule_of, rules_of
 from passes.rules.remembered import remembered
+from passes.rules.sharding_rule import Assignment, Factor, ShardingRule, canonical, in_order
 from passes.rules.unruled import WITHOUT_RULE
 
 __all__ = [

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node, TensorType
-from passes.rules.registry import ShardingRule, Types, build, replicate, rule
+from passes.rules.registry import build, replicate, rule
+from passes.rules.sharding_rule import ShardingRule, Types
 
 Labels = tuple[str | None, ...]
 
@@ -103,7 +104,7 @@ def _layout(node: Node) -> int:
 
 
 def _whole(node: Node, operands: Types) -> str:
-    """Why an attention is computed whole; "" for any that may be cut."""
+    """The reason for which an attention is computed whole; "" for any that may be cut."""
     if cast("float", node.params["dropout_rate"]) > 0:
         return "cuDNN drops scores by their place, so each device would drop others"
     return "keys and values in pages are one pool for the whole batch" if operands[8].rank == 4 else ""

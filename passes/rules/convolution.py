@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from passes.ir import Node
-from passes.rules.registry import ShardingRule, Types, build, rule, size_of
+from passes.rules.registry import build, rule, size_of
+from passes.rules.sharding_rule import ShardingRule, Types
 
 
 @rule("conv_general_dilated")

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from passes.ir import CALLBACKS, Node
-from passes.rules.registry import Factor, ShardingRule, Types, known_primitives, replicate, rule
+from passes.rules.registry import known_primitives, replicate, rule
+from passes.rules.sharding_rule import Factor, ShardingRule, Types
 
 
 @rule(*sorted(CALLBACKS))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from passes.ir import Node
-from passes.rules.registry import ShardingRule, Types, build, rule
+from passes.rules.registry import build, rule
+from passes.rules.sharding_rule import ShardingRule, Types
 
 _PLAIN = (
     "abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz cos cosh digamma "

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node
-from passes.rules.registry import ShardingRule, Types, build, moved, rule
+from passes.rules.registry import build, moved, rule
+from passes.rules.sharding_rule import ShardingRule, Types
 
 
 @rule("gather")

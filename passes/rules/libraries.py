@@ -6,7 +6,8 @@ from collections.abc import Hashable
 
 from passes.ir import Node
 from passes.rules.elementwise import pointwise
-from passes.rules.registry import ShardingRule, Types, build, rule
+from passes.rules.registry import build, rule
+from passes.rules.sharding_rule import ShardingRule, Types
 
 _UNVMAPPED = {"unvmap_any": "or", "unvmap_all": "and", "unvmap_max": "max"}
 

@@ -9,7 +9,8 @@ from typing import cast
 
 from passes.ir import Node, TensorType, item_nbytes
 from passes.rules.columns import Columns
-from passes.rules.registry import ShardingRule, Types, build, rule, size_of
+from passes.rules.registry import build, rule, size_of
+from passes.rules.sharding_rule import ShardingRule, Types
 
 
 @rule("dot_general")

@@ -13,7 +13,8 @@ from typing import cast
 from passes.device_placement import DevicePlacement, Runs
 from passes.errors import SeveralMeshesError, explain
 from passes.ir import Graph, Node
-from passes.rules.registry import ShardingRule, Types, build, rule
+from passes.rules.registry import build, rule
+from passes.rules.sharding_rule import ShardingRule, Types
 from passes.sharding import parse_spec
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from passes.ir import Node
-from passes.rules.registry import ShardingRule, Types, build, replicate, rule
+from passes.rules.registry import build, replicate, rule
+from passes.rules.sharding_rule import ShardingRule, Types
 
 _ROUNDS_FLOPS = 100.0
 """Integer operations of Threefry-2x32 for one 32-bit word: 20 rounds of add, rotate and xor, plus key injections."""

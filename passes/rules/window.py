@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import cast
 
 from passes.ir import Node
-from passes.rules.registry import ShardingRule, Types, build, rule, size_of
+from passes.rules.registry import build, rule, size_of
+from passes.rules.sharding_rule import ShardingRule, Types
 
 _UNMOVED = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0), "base_dilation": 1}
 
