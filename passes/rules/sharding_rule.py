@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -147,6 +148,18 @@ class ShardingRule:
         """Whether operands may be partial together: the result is a sum of all, or has the elements of each."""
         return any(not f.size and len(f.partial) == len(self.operands) > 1 for f in self.factors)
 
+    def cut_alike(self, operands: Types, results: Types) -> list[tuple[int, int, int, int]]:
+        """The (operand, dimension, result, dimension) of as many elements that a `shard_map` of the user's cuts by the
+        same axes: a batch goes on as one.
+        """
+        if not self.pinned:
+            return []
+        read, written = (
+            [(n, d, axes, size) for n, spec in enumerate(side) for d, (axes, size) in _cut(spec, types[n])]
+            for side, types in zip(self.pinned, (operands, results), strict=True)
+        )
+        return [(a, d, b, e) for a, d, axes, size in read for b, e, *also in written if also == [axes, size]]
+
     def operand_spec(self, operand: int, assignment: Assignment) -> ShardingSpec:
         """The placement that `operand` must have when each axis of `assignment` cuts its factor."""
         if self.pinned:
@@ -223,6 +236,11 @@ def in_order(pairs: Assignment, axes: tuple[str, ...]) -> Assignment:
         groups.setdefault(factor, []).append(axis)
     ordered = sorted(groups.items(), key=lambda item: min(map(axes.index, item[1])))
     return tuple([(axis, factor) for factor, names in ordered for axis in names])
+
+
+def _cut(spec: ShardingSpec, type: TensorType) -> Iterator[tuple[int, tuple[tuple[str, ...], int]]]:
+    """(a dimension that is cut, (the axes that cut it, its size)) of each."""
+    return ((d, pair) for d, pair in enumerate(zip(spec.dims, type.shape, strict=True)) if pair[0])
 
 
 @lru_cache(maxsize=1 << 16)
