@@ -251,7 +251,7 @@ def replicated_table(replicated: Sequence[str], operators: Sequence[Operator]) -
         title=f"operators computed whole on every device: {sum(count for count, _ in rows):,}",
         columns=(Column(heading="count", right=True), Column(heading="operator", flexible=True)),
         rows=tuple((f"{count:,}", _short_entry(entry)) for count, entry in rows),
-        note="No rule cuts them: autopar.register_rule adds one; put a Pallas kernel in a shard_map.",
+        note="No rule cuts them: autopar.register_rule adds one, shard_map cuts a kernel.",
     )
 
 

@@ -71,12 +71,11 @@ def test_a_batch_goes_on_behind_a_shard_map(function: Any, planner: Any) -> None
     }
     x = jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32)
     step = step_of(mapped(function, 4))
-    parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
+    parallel: Any = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4])
     plan = parallel.plan(params, x)
     assert all(collective.nbytes < ROWS * OUT for collective in plan.collectives if collective.kind == "all_gather")
     assert not plan.to_json()["replicated"]
-    jitted: Any = jax.jit(step)
-    updated, expected = parallel(params, x), jitted(params, x)
+    updated, expected = parallel(params, x), jax.jit(step)(params, x)
     for got, known in zip(jax.tree.leaves(updated), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, known, rtol=1e-5, atol=1e-5)
 
