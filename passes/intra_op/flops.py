@@ -25,8 +25,8 @@ def model_flops(graph: Graph) -> dict[str, float]:
 
 
 def product_flops(grouping: Grouping, placements: Sequence[Placement], mesh: Mesh) -> float:
-    """Flops of the matrix products and convolutions of one step; a loop of unknown length and each branch
-    count once.
+    """Flops of the matrix products and convolutions of one step, as its HLO has them: not those inside of a kernel of
+    attention; a loop of unknown length and each branch count once.
     """
     total = 0.0
     for index, (rule, placement) in enumerate(zip(grouping.rules, placements, strict=True)):
@@ -34,7 +34,7 @@ def product_flops(grouping: Grouping, placements: Sequence[Placement], mesh: Mes
             bodies = zip(grouping.controls[index].bodies, grouping.bodies[index], placement.bodies, strict=True)
             for body, inner, layout in bodies:
                 total += max(body.trips, 1) * product_flops(inner, layout.placements, mesh)
-        elif rule.multiplies:
+        elif rule.is_product:
             total += computed_flops(rule, mesh.cluster.group().device) / _parts(rule, placement, mesh)
     return total
 
