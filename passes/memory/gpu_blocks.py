@@ -12,7 +12,7 @@ IsReductionFasterThanElemental of reduction_utils.cc, AdjustBandwidth of gpu_per
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import cast
 
 from passes.memory.gpu_cycles import Arithmetic
@@ -35,8 +35,9 @@ reduction_utils.cc, as of jaxlib 0.10); TreeReductionRewriter cuts longer ones."
 ROW = 16384
 """Elements of a row that XLA adds up in one go, likewise: 1024 threads with 16 each."""
 
-REREAD = 20.0
-"""Times that what is read again comes faster, from a cache: XLA's `kL2CacheSpeedup` times `kL1CacheSpeedup`."""
+REREAD, REREAD_FAR = 20.0, 2.5
+"""Times that what is read again comes faster, from a multiprocessor's own cache or from one behind it: XLA's
+`kL2CacheSpeedup` times `kL1CacheSpeedup`, and the first alone."""
 
 
 def blocks_of(operation: Operation, read: Operation, *, narrow: bool) -> int:
@@ -84,10 +85,15 @@ def grouped(operation: Operation, read: Operation) -> tuple[int, int, int]:
     return major, math.prod(shape[first + 1 : last + 1]), math.prod(shape[last + 1 :])
 
 
-def read_nbytes(arithmetic: Arithmetic, blocks: int, once: Sequence[int], every: Sequence[float]) -> float:
-    """The bytes that memory moves at its full rate while so many blocks read arrays, given the bytes `once` and those
-    that are read of each, again included.
+def read_nbytes(arithmetic: Arithmetic, blocks: int, reads: Iterable[tuple[float, float]]) -> float:
+    """The bytes that memory moves at its full rate while so many blocks read arrays, given the bytes of each, and those
+    that are read, again included.
     """
     idle = arithmetic.bytes_per_second / (max(1, blocks) * arithmetic.block_bytes_per_second)
-    first, again = max(1.0, idle), max(1 / REREAD, idle)
-    return sum(min(n, e) * first + max(0, e - n) * again for n, e in zip(once, every, strict=True))
+    first, total = max(1.0, idle), 0.0
+    for once, every in reads:
+        total += min(once, every) * first
+        if every > once:
+            faster = REREAD if once < arithmetic.l1_nbytes else REREAD_FAR
+            total += (every - once) * max(1 / faster, idle)
+    return total

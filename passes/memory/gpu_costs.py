@@ -69,7 +69,7 @@ def microseconds(joint: Sequence[Kernel], operations: Sequence[Operation]) -> fl
     first = operations[operation.operands[0]] if operation.operands else operation
     narrow = any(item_nbytes(read.dtype) < WIDE for read in reads)
     nbytes = [read.nbytes for read in reads]
-    moved = read_nbytes(H100, blocks_of(operation, first, narrow=narrow), nbytes, nbytes)
+    moved = read_nbytes(H100, blocks_of(operation, first, narrow=narrow), zip(nbytes, nbytes, strict=True))
     return (moved + sum(operations[kernel.operation].nbytes for kernel in joint)) / NBYTES_PER_MICROSECOND
 
 

@@ -31,8 +31,9 @@ def test_a_sum_has_few_blocks(shape: Shape, added: Shape, narrow: bool, blocks: 
     assert blocks_of(made, read, narrow=narrow) == blocks
 
 
-def test_few_blocks_read_slowly_and_what_is_read_again_comes_from_a_cache():
-    most = 16 * H100.cores
-    assert read_nbytes(H100, most, [1000], [1000]) == pytest.approx(1000)
-    assert read_nbytes(H100, most, [1000], [21000]) == pytest.approx(2000)
-    assert read_nbytes(H100, 1, [1000], [1000]) == pytest.approx(1000 * 3.35e12 / H100.block_bytes_per_second)
+def test_few_blocks_read_slowly_and_what_is_read_again_comes_from_a_cache() -> None:
+    most, l1 = 16 * H100.cores, H100.l1_nbytes
+    assert read_nbytes(H100, most, [(1000, 1000)]) == pytest.approx(1000)
+    assert read_nbytes(H100, most, [(1000, 21000)]) == pytest.approx(2000)
+    assert read_nbytes(H100, most, [(l1, 11 * l1)]) == pytest.approx(5 * l1)  # from a cache that all of them share
+    assert read_nbytes(H100, 1, [(1000, 1000)]) == pytest.approx(1000 * 3.35e12 / H100.block_bytes_per_second)
