@@ -12,8 +12,7 @@ IsReductionFasterThanElemental of reduction_utils.cc, AdjustBandwidth of gpu_per
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import cast
+from typing import NamedTuple, cast
 
 from passes.memory.gpu_cycles import Arithmetic
 from passes.memory.operations import Operation, Shape
@@ -85,15 +84,15 @@ def grouped(operation: Operation, read: Operation) -> tuple[int, int, int]:
     return major, math.prod(shape[first + 1 : last + 1]), math.prod(shape[last + 1 :])
 
 
-def read_nbytes(arithmetic: Arithmetic, blocks: int, reads: Iterable[tuple[float, float]]) -> float:
-    """The bytes that memory moves at its full rate while so many blocks read arrays, given the bytes of each, and those
-    that are read, again included.
-    """
+class Rates(NamedTuple):
+    """The bytes that memory moves while a kernel reads one: first, and again from a near or a far cache."""
+
+    first: float
+    near: float
+    far: float
+
+
+def rates_of(arithmetic: Arithmetic, blocks: int) -> Rates:
+    """The rates at which so many blocks read, relative to memory's."""
     idle = arithmetic.bytes_per_second / (max(1, blocks) * arithmetic.block_bytes_per_second)
-    first, total = max(1.0, idle), 0.0
-    for once, every in reads:
-        total += min(once, every) * first
-        if every > once:
-            faster = REREAD if once < arithmetic.l1_nbytes else REREAD_FAR
-            total += (every - once) * max(1 / faster, idle)
-    return total
+    return Rates(max(1.0, idle), max(1 / REREAD, idle), max(1 / REREAD_FAR, idle))

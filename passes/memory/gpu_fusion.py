@@ -17,15 +17,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_cycles import H100, Arithmetic
 from passes.memory.gpu_joint_kernels import OPERANDS, joined
-from passes.memory.gpu_priorities import Contents, Priorities
+from passes.memory.gpu_priorities import TAKES_IN, Contents, Priorities
 from passes.memory.gpu_softmax import apart, begun_by
 from passes.memory.gpu_times import FUSIBLE, SUM, Times
 from passes.memory.operations import DRAWN, ELEMENTWISE, Operation
 
 PURE = frozenset({*ELEMENTWISE, "bitcast"})
-TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
-"""Kinds whose kernels compute what they read."""
-
 RENAMED = frozenset({"bitcast", "part", "result"})
 """Kinds that are another name for an array: XLA writes over what a kernel reads under its own name only."""
 

@@ -20,8 +20,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from passes.memory.gpu_times import SUM, Times
+from passes.memory.gpu_times import FUSIBLE, SUM, Times
 from passes.memory.operations import ELEMENTWISE
+
+TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
+"""Kinds whose kernels compute what they read."""
 
 PARTS = frozenset({"slice", "dynamic-slice"})
 """The names of what takes a part of an array alone."""
@@ -70,7 +73,8 @@ class Priorities:
         self.gains: dict[int, float] = {}
         self.queue: list[tuple[float, int]] = []
         for root in self.kernels:
-            self._count(root)
+            if self.operations[root].kind in TAKES_IN:
+                self._count(root)
 
     def run(self) -> dict[int, Contents]:
         """The kernels that are left when nothing gains any more."""
@@ -123,13 +127,14 @@ class Priorities:
     def _count(self, root: int) -> None:
         """Counts what a kernel computes and reads."""
         contents, operations, times = self.kernels[root], self.operations, self.times
+        works, turns = times.works, times.turns
         uses: dict[int, Roots] = {root: frozenset((root,))}
         often, work, turn = {root: 1.0}, 0.0, 0
         for index in contents.inside:
             mine = uses.pop(index)
-            total = sum(often[use] for use in mine)
-            work += times.work_of(index) * total
-            turn = max(turn, times.turns[index])
+            total = _total(often, mine)
+            work += works[index] * total
+            turn = max(turn, turns[index])
             operands = operations[index].operands
             if self.is_on_elements[index]:
                 for o in operands:
@@ -139,7 +144,7 @@ class Priorities:
                 uses[o] = uses.get(o, frozenset[int]()) | {o}
                 often[o] = often.get(o, 0.0) + total * self._share(index, o)
         contents.work, contents.turn, contents.uses, contents.times = work, turn, uses, often
-        contents.reads = {o: sum(often[use] for use in by) for o, by in uses.items()}
+        contents.reads = {o: _total(often, by) for o, by in uses.items()}
         contents.version += 1
         written = times.wholes[root] + self._again_nbytes(contents)
         contents.nbytes = times.nbytes(root, work, contents.reads, written, turn)
@@ -167,9 +172,13 @@ class Priorities:
         if cached is not None and cached[:2] == (fused.version, contents.version):
             return cached[2]
         often = contents.reads[root]
-        reads = {o: total for o, total in contents.reads.items() if o != root}
+        reads = contents.reads.copy()
+        del reads[root]
         for o, total in fused.reads.items():
-            reads[o] = reads.get(o, 0.0) + total * often - self._common(root, reader, o)
+            if o in reads:
+                reads[o] += total * often - self._common(root, reader, o)
+            else:
+                reads[o] = total * often
         work, turn = contents.work + fused.work * often, max(contents.turn, fused.turn)
         nbytes = self.times.nbytes(reader, work, reads, self.times.wholes[reader], turn)
         self.pairs[root, reader] = (fused.version, contents.version, nbytes)
@@ -178,6 +187,14 @@ class Priorities:
     def _common(self, root: int, reader: int, operand: int) -> float:
         """The times of an operand that a kernel reads already where an operation that it computes takes it."""
         fused, contents = self.kernels[root], self.kernels[reader]
-        if operand not in contents.reads or root not in fused.uses[operand]:
+        if root not in fused.uses[operand]:
             return 0.0
         return sum(contents.times[use] for use in contents.uses[operand] & contents.uses[root])
+
+
+def _total(often: Mapping[int, float], uses: Roots) -> float:
+    """The times of all uses; most have one."""
+    if len(uses) == 1:
+        (use,) = uses
+        return often[use]
+    return sum(often[use] for use in uses)

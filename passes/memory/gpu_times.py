@@ -17,7 +17,7 @@ from enum import IntEnum
 from typing import cast
 
 from passes.ir import item_nbytes
-from passes.memory.gpu_blocks import ADDED, WARP, blocks_of, read_nbytes
+from passes.memory.gpu_blocks import ADDED, WARP, Rates, blocks_of, rates_of
 from passes.memory.gpu_cycles import RAGGED, Arithmetic
 from passes.memory.operations import ELEMENTWISE, Operation, Shape
 
@@ -61,8 +61,8 @@ class Turn(IntEnum):
 class Times:
     """The time of kernels of operations on a GPU with this arithmetic.
 
-    `steps` are the bytes that memory moves while all multiprocessors compute an element of each, `turns` how it brings
-    dimensions into another order.
+    `works` are the bytes that memory moves while all multiprocessors compute each, `turns` how it brings dimensions
+    into another order, `wholes` the bytes of all elements.
     """
 
     def __init__(self, operations: Sequence[Operation], arithmetic: Arithmetic) -> None:
@@ -70,9 +70,9 @@ class Times:
         self.items = [item_nbytes(operation.dtype) for operation in operations]
         self.sizes = [operation.size for operation in operations]
         self.wholes = [size * item for size, item in zip(self.sizes, self.items, strict=True)]
-        self.steps = [self._step_nbytes(index) for index in range(len(operations))]
+        self.works = [self._work_nbytes(index) for index in range(len(operations))]
         self.turns = [self._turn(index) for index in range(len(operations))]
-        self.blocks: dict[tuple[int, bool], int] = {}
+        self.rates: dict[tuple[int, bool], tuple[Rates, float]] = {}
 
     def nbytes(
         self, root: int, work: float, read: Mapping[int, float], written_nbytes: int, turn: int = Turn.NONE
@@ -80,47 +80,49 @@ class Times:
         """The bytes that memory moves in the time of a kernel with the blocks of this root, of so much work, which
         reads so many times of each array, and turns some.
         """
-        items, wholes = self.items, self.wholes
-        narrow, moved = False, list[tuple[float, float]]()
+        items, wholes, l1_nbytes = self.items, self.wholes, self.arithmetic.l1_nbytes
+        narrow = self.operations[root].kind == "reduce" and any(items[o] < WIDE for o in read)
+        rates, idle = self._rates(root, narrow)
+        total = 0.0
         for o, times in read.items():
-            narrow |= items[o] < WIDE
-            nbytes = wholes[o]
-            if turn == Turn.LOOP and times == 1.0 and self.sizes[o] > 1:
-                nbytes *= SECTOR_NBYTES // items[o]
-            moved.append((nbytes, nbytes * times))
-        blocks = self._blocks(root, narrow)
-        total = read_nbytes(self.arithmetic, blocks, moved) + written_nbytes
-        work *= self.arithmetic.cores / min(blocks, self.arithmetic.cores)
+            whole = wholes[o]
+            if times > 1.0:
+                again = rates.near if whole < l1_nbytes else rates.far
+                total += whole * (rates.first + (times - 1.0) * again)
+            elif turn == Turn.LOOP and times == 1.0 and self.sizes[o] > 1:
+                total += whole * rates.first * (SECTOR_NBYTES // items[o])
+            else:
+                total += whole * rates.first * times
+        total += written_nbytes
+        work *= idle
         return max(total, work) + APART * min(total, work)
 
-    def work_of(self, index: int) -> float:
-        """The bytes that memory moves while all multiprocessors compute all elements of an operation."""
+    def _work_nbytes(self, index: int) -> float:
         operation, size = self.operations[index], self.sizes[index]
-        if operation.kind == "reduce" or operation.name == SUM:
-            size = self.sizes[operation.operands[0]]
-        return self.steps[index] * size
+        if operation.kind in ELEMENTWISE:
+            return size * self.arithmetic.step_nbytes(operation.name)
+        if operation.kind == "reduce":
+            return self.sizes[operation.operands[0]] * self.arithmetic.step_nbytes(operation.name)
+        return size * self.arithmetic.step_nbytes(RAGGED) if self.is_ragged(index) else 0.0
 
-    def _step_nbytes(self, index: int) -> float:
-        operation = self.operations[index]
-        if self.is_ragged(index):
-            return self.arithmetic.step_nbytes(RAGGED)
-        return self.arithmetic.step_nbytes(operation.name) if operation.kind in (*ELEMENTWISE, "reduce") else 0.0
+    def _rates(self, root: int, narrow: bool) -> tuple[Rates, float]:
+        """The rates at which the kernel of a root reads, `narrow` where that has 16 bits or fewer, and the times that
+        it computes more slowly than all multiprocessors do.
+        """
+        rates = self.rates.get((root, narrow))
+        if rates is None:
+            blocks, cores = self._blocks(root, narrow), self.arithmetic.cores
+            rates = self.rates[root, narrow] = rates_of(self.arithmetic, blocks), cores / min(blocks, cores)
+        return rates
 
     def _blocks(self, root: int, narrow: bool) -> int:
-        """The blocks of the kernel of a root, `narrow` where it reads what has 16 bits or fewer."""
-        if blocks := self.blocks.get((root, narrow)):
-            return blocks
-        operation = self.operations[root]
         if self.turns[root] == Turn.TILED:
-            blocks = self._tiles(root)
-        else:
-            first = self.operations[operation.operands[0]] if operation.operands else operation
-            blocks = max(1, blocks_of(operation, first, narrow=narrow))
-            is_loop = operation.kind != "reduce" or operation.name not in ADDED
-            if is_loop and operation.size >= RESIDENT * self.arithmetic.cores:
-                blocks = -(-blocks // UNROLLED)
-        self.blocks[root, narrow] = blocks
-        return blocks
+            return self._tiles(root)
+        operation = self.operations[root]
+        first = self.operations[operation.operands[0]] if operation.operands else operation
+        blocks = max(1, blocks_of(operation, first, narrow=narrow))
+        is_loop = operation.kind != "reduce" or operation.name not in ADDED
+        return -(-blocks // UNROLLED) if is_loop and operation.size >= RESIDENT * self.arithmetic.cores else blocks
 
     def _tiles(self, root: int) -> int:
         """The tiles of what is brought into another order."""

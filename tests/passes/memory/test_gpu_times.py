@@ -19,7 +19,7 @@ A100 = replace(H100, capability=(8, 0), cycles_per_second=19.49e12, bytes_per_se
 def seconds(every: Sequence[Operation], root: int, read: Mapping[int, float], arithmetic: Arithmetic = H100) -> float:
     """The time of a kernel that computes its root alone."""
     times = Times(every, arithmetic)
-    nbytes = times.nbytes(root, times.work_of(root), read, times.wholes[root], times.turns[root])
+    nbytes = times.nbytes(root, times.works[root], read, times.wholes[root], times.turns[root])
     return nbytes / arithmetic.bytes_per_second
 
 
