@@ -12,8 +12,7 @@ IsReductionFasterThanElemental of reduction_utils.cc, AdjustBandwidth of gpu_per
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 from passes.memory.gpu_cycles import Arithmetic
 from passes.memory.operations import Operation, Shape
@@ -35,8 +34,9 @@ reduction_utils.cc, as of jaxlib 0.10); TreeReductionRewriter cuts longer ones."
 ROW = 16384
 """Elements of a row that XLA adds up in one go, likewise: 1024 threads with 16 each."""
 
-REREAD = 20.0
-"""Times that what is read again comes faster, from a cache: XLA's `kL2CacheSpeedup` times `kL1CacheSpeedup`."""
+REREAD, REREAD_FAR = 20.0, 2.5
+"""Times that what is read again comes faster, from a multiprocessor's own cache or from one behind it: XLA's
+`kL2CacheSpeedup` times `kL1CacheSpeedup`, and the first alone."""
 
 
 def blocks_of(operation: Operation, read: Operation, *, narrow: bool) -> int:
@@ -84,10 +84,15 @@ def grouped(operation: Operation, read: Operation) -> tuple[int, int, int]:
     return major, math.prod(shape[first + 1 : last + 1]), math.prod(shape[last + 1 :])
 
 
-def read_nbytes(arithmetic: Arithmetic, blocks: int, once: Sequence[int], every: Sequence[float]) -> float:
-    """The bytes that memory moves at its full rate while so many blocks read arrays, given the bytes `once` and those
-    that are read of each, again included.
-    """
+class Rates(NamedTuple):
+    """The bytes that memory moves while a kernel reads one: first, and again from a near or a far cache."""
+
+    first: float
+    near: float
+    far: float
+
+
+def rates_of(arithmetic: Arithmetic, blocks: int) -> Rates:
+    """The rates at which so many blocks read, relative to memory's."""
     idle = arithmetic.bytes_per_second / (max(1, blocks) * arithmetic.block_bytes_per_second)
-    first, again = max(1.0, idle), max(1 / REREAD, idle)
-    return sum(min(n, e) * first + max(0, e - n) * again for n, e in zip(once, every, strict=True))
+    return Rates(max(1.0, idle), max(1 / REREAD, idle), max(1 / REREAD_FAR, idle))

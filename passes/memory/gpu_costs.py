@@ -16,7 +16,7 @@ from typing import cast
 
 from passes.ir import item_nbytes
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_blocks import ADDED, blocks_of, read_nbytes
+from passes.memory.gpu_blocks import ADDED, blocks_of, rates_of
 from passes.memory.gpu_cycles import H100
 from passes.memory.gpu_tasks import reads_of
 from passes.memory.gpu_times import COPY, WIDE
@@ -69,7 +69,7 @@ def microseconds(joint: Sequence[Kernel], operations: Sequence[Operation]) -> fl
     first = operations[operation.operands[0]] if operation.operands else operation
     narrow = any(item_nbytes(read.dtype) < WIDE for read in reads)
     nbytes = [read.nbytes for read in reads]
-    moved = read_nbytes(H100, blocks_of(operation, first, narrow=narrow), nbytes, nbytes)
+    moved = sum(nbytes) * rates_of(H100, blocks_of(operation, first, narrow=narrow)).first
     return (moved + sum(operations[kernel.operation].nbytes for kernel in joint)) / NBYTES_PER_MICROSECOND
 
 

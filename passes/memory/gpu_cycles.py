@@ -1,7 +1,7 @@
 """The work of elementwise operations on GPUs, as bytes that memory moves in the same time.
 
 XLA's GPU compiler counts clock cycles of each operation, from a table for every generation. What a table lacks takes
-three, counted as none here: an exponential is free on A100, and 79 cycles on H100.
+three: an exponential does on A100, and 79 cycles on H100.
 
 Reference: XLA's `hlo_op_profiles_data.h` and `GpuPerformanceModelBase::ComputeTime`, as of jaxlib 0.10.
 """
@@ -68,6 +68,11 @@ CYCLES: Mapping[tuple[int, int], Mapping[str, int]] = MappingProxyType(
 UNITS: Mapping[tuple[int, int], int] = MappingProxyType({(7, 0): 64, (8, 0): 64, (8, 6): 128, (9, 0): 128})
 """Units for float32 of a multiprocessor, by capability: CUDA's programming guide."""
 
+L1_NBYTES: Mapping[tuple[int, int], int] = MappingProxyType(
+    {(7, 0): 128 * 2**10, (8, 0): 192 * 2**10, (8, 6): 128 * 2**10, (9, 0): 256 * 2**10}
+)
+"""Bytes of a multiprocessor's own cache, by capability: `l1_cache_size_per_SM` in XLA's device_description.h."""
+
 TRANSACTION_NBYTES = 32
 """Bytes that a multiprocessor reads in a cycle at most: XLA's `memory_transactions_per_clock`."""
 
@@ -100,14 +105,14 @@ class Arithmetic:
         return TRANSACTION_NBYTES * self.cycles_per_second / (2 * units * self.cores)
 
     @property
+    def l1_nbytes(self) -> int:
+        """The bytes of a multiprocessor's own cache."""
+        return L1_NBYTES.get(self.capability, L1_NBYTES[8, 6])
+
+    @property
     def launch_nbytes(self) -> float:
         """The bytes that memory moves while a kernel starts."""
         return LAUNCH_SECONDS * self.bytes_per_second
-
-    def nbytes(self, name: str) -> float:
-        """The bytes that memory moves while an opcode computes an element, 0 where that takes hardly any time."""
-        cycles = CYCLES.get(self.capability, CYCLES[8, 6]).get(name, 0)
-        return cycles * self.bytes_per_second / self.cycles_per_second
 
     def step_nbytes(self, name: str) -> float:
         """The bytes that memory moves while all multiprocessors compute an element of any opcode."""

@@ -5,7 +5,9 @@ one waits for another; then the kernel that makes the array is made one with one
 too. So the moments and the weights of an update are written by one kernel, and so are all sums of columns of a gradient
 and of its products. All of a joint kernel's reads are there when it begins, and all that it writes.
 
-Products and softmax's rows, which kernels of Triton compute, are left alone, and so are scatters and updates.
+Products and softmax's rows, which kernels of Triton compute, are left alone, and so are scatters and updates. Kernels
+that bring dimensions into another order tile by tile are one with those that do it alike: weights that are rounded and
+transposed for a convolution do not wait for their own gradient.
 
 Reference: MultiOutputFusion (xla/backends/gpu/transforms/multi_output_fusion.cc) and
 ShapesCompatibleForMultiOutputFusion (gpu_fusible.cc), as of jaxlib 0.10.
@@ -13,13 +15,14 @@ ShapesCompatibleForMultiOutputFusion (gpu_fusible.cc), as of jaxlib 0.10.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_blocks import ADDED, by_threads, grouped
-from passes.memory.gpu_times import COPY, SUM, Times
+from passes.memory.gpu_priorities import Contents
+from passes.memory.gpu_times import COPY, SUM, Times, Turn
 from passes.memory.gpu_weights import AGAIN
 from passes.memory.kernel_graph import visited
 from passes.memory.operations import ELEMENTWISE, Operation, Shape
@@ -45,9 +48,12 @@ def joined(
     outputs: Iterable[int],
     alone: Iterable[int],
     times: Times,
+    contents: Mapping[int, Contents],
 ) -> tuple[Kernel, ...]:
-    """The kernels, with those that are one, by what they write; those `alone` are kernels of Triton."""
-    groups = _Groups(operations, kernels, outputs, frozenset(alone), times).run()
+    """The kernels, with those that are one, by what they write; those `alone` are kernels of Triton. What each computes
+    and reads is in `contents`.
+    """
+    groups = _Groups(operations, kernels, outputs, frozenset(alone), times, contents).run()
     members = {made: tuple(sorted(group)) for group in groups for made in group}
     return tuple([replace(k, joint=members[k.operation]) if k.operation in members else k for k in kernels])
 
@@ -62,6 +68,7 @@ class _Groups:
         outputs: Iterable[int],
         alone: frozenset[int],
         times: Times,
+        contents: Mapping[int, Contents],
     ) -> None:
         self.operations, self.kernels = operations, kernels
         self.number = {kernel.operation: n for n, kernel in enumerate(kernels)}
@@ -77,7 +84,7 @@ class _Groups:
                 self.behind[n] |= self.behind[reader] | 1 << reader
         self.groups: dict[int, list[int]] = {}
         self.of = list(range(len(kernels)))
-        self.alone, self.times = alone, times
+        self.alone, self.times, self.contents = alone, times, contents
         self.heroes = [self._hero(kernel) for kernel in kernels]
 
     def run(self) -> list[list[int]]:
@@ -154,20 +161,17 @@ class _Groups:
         roots = [self.kernels[m].operation for m in self.groups.get(reader, [reader])]
         summed = [root for root in roots if self.operations[root].kind == "reduce"]
         root, nbytes = (summed or roots)[0], sum(self.operations[r].nbytes for r in roots)
-        work, reads = 0.0, dict[tuple[int, int], float]()
+        work, reads = 0.0, dict[int, float]()
         for kept in roots:
-            more, read = times.contents(kept)
-            work += more
-            for key, elements in read.items():
-                reads[key] = max(reads.get(key, 0.0), elements)
-        inside, sources = times.contents(made)
+            work += self.contents[kept].work
+            for o, often in self.contents[kept].reads.items():
+                reads[o] = max(reads.get(o, 0.0), often)
+        inside, sources = self.contents[made].work, self.contents[made].reads
         apart = times.nbytes(root, work, reads, nbytes)
         apart += times.nbytes(made, inside, sources, self.operations[made].nbytes) + times.arithmetic.launch_nbytes
-        again = 0.0
-        for key in [key for key in reads if key[1] == made]:
-            again = max(again, reads.pop(key) / max(1, self.operations[made].size))
-        for key, elements in sources.items():
-            reads[key] = max(reads.get(key, 0.0), elements * again)
+        again = reads.pop(made, 0.0)
+        for o, often in sources.items():
+            reads[o] = max(reads.get(o, 0.0), often * again)
         return times.nbytes(root, work + inside * again, reads, nbytes + self.operations[made].nbytes) <= apart
 
     def _is_loop(self, n: int) -> bool:
@@ -202,13 +206,21 @@ class _Groups:
             if by_threads(operation, source):
                 return (None, operation.size) if read not in self.number else None
             return grouped(operation, source), source.size
+        if (turned := self._turned(kernel.operation)) >= 0:
+            return (self.operations[turned].tag, self.operations[turned].shape), operation.size
+        if operation.kind == "rearrange" and operation.name == COPY:
+            return (operation.tag, operation.shape), operation.size
         if operation.kind in ELEMENTWISE:
             return None, operation.size
-        if operation.kind == "transpose" or (operation.kind == "rearrange" and operation.name == COPY):
-            return (operation.tag, operation.shape), operation.size
         if operation.kind in LOOPS and self._is_fused(self.number[kernel.operation]):
             return None, operation.size
         return None
+
+    def _turned(self, made: int) -> int:
+        """The transpose that a kernel makes tile by tile, -1 if it makes none."""
+        operations, turns = self.operations, self.times.turns
+        inside = self.contents[made].inside if self.contents[made].turn else ()
+        return next((o for o in inside if turns[o] == Turn.TILED and operations[o].size == operations[made].size), -1)
 
     def _is_fused(self, n: int) -> bool:
         """Whether a kernel has more than one operation: that adds parts of a product rounds their sum."""

@@ -1,10 +1,14 @@
-"""The order in memory that XLA's GPU compiler gives to the dimensions of what is computed of a product's elements.
+"""The order in memory that XLA's GPU compiler gives to the dimensions of what is computed of a product's elements, or
+of what is gathered.
 
 A transpose of a product is only read in another order: what follows element by element lies in memory as the product
 does. A product that reads it wants the dimensions that it takes for one beside each other and in order; where they are
 not, it reads a copy. Scores of attention whose queries share keys are such: their softmax is made once in the order in
 which values are weighted, and once more, for the backward pass, in that in which gradients of values are summed.
 Products of a batch of one read a view without it, which is copied once for all of them.
+
+What is gathered along a dimension from devices has that slowest, and what is computed of it, too: a residual stream
+that begins with gathered embeddings is added up by columns. A product that is added to it writes columns for rows.
 
 A product's own kernel transposes what it makes. The gradient of weights side by side, as those of experts, that is
 converted or reduced over devices first is transposed behind that: the update of such weights is made in the order of
@@ -95,13 +99,16 @@ class _Orders:
         return list(returned.values())
 
     def _begin(self, index: int) -> None:
-        """The order of a transpose of products side by side that is read element by element."""
+        """The order of a transpose of what products or devices make side by side, read element by element."""
         operation = self.operations[index]
         order = cast("Shape", operation.tag)
         inverse = tuple(order.index(d) for d in range(len(order)))
         moved = [d for d in inverse if operation.shape[d] > 1]
         fixed = next((n for n, (d, e) in enumerate(zip(moved, sorted(moved), strict=True)) if d != e), len(moved))
-        if not fixed or fixed == len(moved) or self._product(self._unchanged(operation.operands[0])) < 0:
+        (source,) = operation.operands
+        is_gathered = self.operations[source].name == "all_gather" and len(self.readers[source]) == 1
+        is_made_so = fixed > 0 and self._product(self._unchanged(source)) >= 0
+        if fixed == len(moved) or not (is_gathered or is_made_so):
             return
         if all(self.operations[reader].kind in ELEMENTWISE for reader in self.readers.get(index, ())):
             self.orders[index], self.begun[index] = inverse, index
@@ -139,11 +146,12 @@ class _Orders:
             described = self.operations[other]
             if described.kind in ("broadcast", "literal", "iota") or described.shape != operation.shape:
                 continue
-            if described.kind in ELEMENTWISE:
+            if described.kind in ELEMENTWISE or (described.kind, described.name) == ("collective", "all_reduce"):
                 behind.add(other)
                 pending.extend(o for o in described.operands if o not in behind and o not in self.orders)
             elif self._product(other) >= 0:
-                products.add(other)
+                if not _writes(self.operations[self._product(other)].shape, described.shape, order):
+                    products.add(other)
             elif described.kind != "input" or not self._is_changed_first(alike):
                 return  # it lies as it lies
         self.orders |= dict.fromkeys((index, *behind), order)
@@ -223,6 +231,12 @@ class _Orders:
         first, second, third = sorts
         wide = [d for d in lies if shape[d] > 1]
         return wide in ([*first, *second, *third], [*first, *third, *second])
+
+
+def _writes(product: Shape, shape: Shape, order: Shape) -> bool:
+    """Whether the kernel of a product of this shape writes a view of it in an order: its columns for rows."""
+    sorts = _sorted_by(shape, product) if len(product) == 2 else None
+    return sorts is not None and [d for d in order if shape[d] > 1] == [*sorts[1], *sorts[0]]
 
 
 def _sorted_by(shape: Shape, sizes: Sequence[int]) -> list[list[int]] | None:

@@ -61,6 +61,8 @@ def widened(operations: Sequence[Operation]) -> tuple[list[Operation], list[int]
             wide[place[-1]] = made
         else:
             place.append(add(operation.reading(operands)))
+            if operation.name == f"convert {WIDE}" and operation.dtype == NARROW:
+                wide[place[-1]] = operands[0]
     return changed, place
 
 

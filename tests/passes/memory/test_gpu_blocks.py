@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from passes.memory.gpu_blocks import blocks_of, read_nbytes
+from passes.memory.gpu_blocks import blocks_of, rates_of
 from passes.memory.gpu_cycles import H100
 from passes.memory.operations import Shape
 from tests.passes.memory.device_programs import operation
@@ -31,8 +31,7 @@ def test_a_sum_has_few_blocks(shape: Shape, added: Shape, narrow: bool, blocks: 
     assert blocks_of(made, read, narrow=narrow) == blocks
 
 
-def test_few_blocks_read_slowly_and_what_is_read_again_comes_from_a_cache():
-    most = 16 * H100.cores
-    assert read_nbytes(H100, most, [1000], [1000]) == pytest.approx(1000)
-    assert read_nbytes(H100, most, [1000], [21000]) == pytest.approx(2000)
-    assert read_nbytes(H100, 1, [1000], [1000]) == pytest.approx(1000 * 3.35e12 / H100.block_bytes_per_second)
+def test_few_blocks_read_slowly_and_what_is_read_again_comes_from_a_cache() -> None:
+    assert rates_of(H100, 16 * H100.cores) == pytest.approx((1.0, 1 / 20, 1 / 2.5))
+    slow = 3.35e12 / H100.block_bytes_per_second
+    assert rates_of(H100, 1) == pytest.approx((slow, slow, slow))

@@ -153,3 +153,21 @@ def test_what_a_joint_kernel_reads_is_there_until_all_of_it_is_written() -> None
     assert spans[1,] == (1, 3), "a sum reads all of it: nothing is written over it"
     assert spans[2,] == (2, 4)
     assert spans[3,] == (2, 4)
+
+
+@pytest.mark.parametrize(("side", "is_joint"), [(64, False), (8, True)])
+def test_what_is_turned_by_tiles_is_joint_with_what_is_turned_alike(side: int, is_joint: bool) -> None:
+    """Weights that are rounded and turned for a product, and updated by a gradient that lies in the product's order."""
+    shape, turned = (1024, side), (side, 1024)
+    every = [
+        operation("input", shape=shape, tag=0),
+        operation("input", shape=turned, tag=1),
+        Operation("elementwise", (0,), shape, "bfloat16", -1, tag="convert float32"),
+        Operation("transpose", (2,), turned, "bfloat16", -1, tag=(1, 0)),
+        operation("transpose", 1, shape=shape, tag=(1, 0)),
+        operation("elementwise", 0, 4, shape=shape, name="add"),
+        operation("elementwise", 0, 5, shape=shape, name="multiply"),
+        operation("elementwise", 0, 4, shape=shape, name="subtract"),
+    ]
+    assert ((3, 5, 7) in joint(every, 3, 5, 7)) == is_joint
+    assert ((5, 7) in joint(every, 3, 5, 7)) != is_joint

@@ -194,3 +194,41 @@ def test_what_is_added_up_by_columns_is_multiplied_there_unless_few_blocks_do_it
     assert (6 in {kernel.operation for kernel in fuse(every, (7,))}) == is_written
     rowwise = [*every[:7], operation("reduce", 6, shape=(rows,), tag=("reduce-sum", (1,)))]
     assert 6 not in {kernel.operation for kernel in fuse(rowwise, (7,))}
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_what_is_added_to_features_gathered_from_devices_lies_as_they_do(heads: int) -> None:
+    """Embeddings gathered along features, which are slowest then, and a residual stream that a product is added to. The
+    product's kernel writes columns for rows, but not a product of every head.
+    """
+    shape: Shape = (4, TOKENS, heads * FEATURES)
+    product = (4 * TOKENS, heads * FEATURES) if heads == 1 else (heads, 4 * TOKENS, FEATURES)
+    every = [
+        operation("input", shape=(heads * FEATURES // 2, 4, TOKENS), tag=0),
+        operation("collective", 0, shape=(heads * FEATURES, 4, TOKENS), tag=("all_gather", ("x",), "add", 0, -1)),
+        operation("transpose", 1, shape=shape, tag=(1, 2, 0)),
+        operation("input", shape=(1, *product[-2:]), tag=1),
+        operation("dot", 3, 3, shape=product, tag=MERGED),
+        operation("bitcast", 4, shape=shape),
+        operation("collective", 5, shape=shape, tag=("all_reduce", ("x",), "add", -1, -1)),
+        operation("elementwise", 2, 6, shape=shape, name="add"),
+        operation("reduce", 7, shape=shape[:2], tag=("reduce-sum", (2,))),
+    ]
+    changed, place = copied(every)
+    assert any(o.name == COPY for o in changed) == (heads > 1)
+    assert changed[place[8]].tag == ("reduce-sum", (0,))
+    assert changed[changed[place[8]].operands[0]].shape == (heads * FEATURES, 4, TOKENS)
+
+
+def test_what_several_read_of_gathered_features_lies_in_order() -> None:
+    shape: Shape = (4, TOKENS, FEATURES)
+    every = [
+        operation("input", shape=(FEATURES // 2, 4, TOKENS), tag=0),
+        operation("collective", 0, shape=(FEATURES, 4, TOKENS), tag=("all_gather", ("x",), "add", 0, -1)),
+        operation("transpose", 1, shape=shape, tag=(1, 2, 0)),
+        operation("elementwise", 2, shape=shape, name="negate"),
+        operation("elementwise", 1, shape=(FEATURES, 4, TOKENS), name="negate"),
+        operation("reduce", 3, shape=shape[:2], tag=("reduce-sum", (2,))),
+    ]
+    changed, place = copied(every)
+    assert changed[place[5]].tag == ("reduce-sum", (2,))

@@ -12,7 +12,7 @@ from passes.memory.gpu_widening import widened
 from passes.memory.operations import Operation
 from passes.memory.overlap import schedule
 from passes.memory.split_products import weights_of
-from tests.passes.memory.device_programs import TABLE, drawn, narrow
+from tests.passes.memory.device_programs import TABLE, drawn, narrow, operation
 from tests.passes.memory.gpu_kernels import MATRIX, kernels_of
 
 
@@ -31,6 +31,22 @@ def test_what_is_added_and_multiplied_stays_wide_in_between() -> None:
     multiplied = operations[operations[place[2]].operands[0]]
     assert [operations[o].name for o in multiplied.operands] == ["add", "convert bfloat16"]
     assert multiplied.dtype == "float32"
+
+
+def test_what_was_rounded_is_widened_to_what_it_was() -> None:
+    """A normalisation in float32, rounded for a product and added to a residual stream."""
+    every = [
+        operation("input", shape=TABLE, tag=0),
+        narrow("input", tag=1),
+        operation("elementwise", 0, shape=TABLE, name="tanh"),
+        narrow("expensive", 2, name="convert float32"),
+        narrow("elementwise", 3, 1, name="add"),
+        narrow("dot", 3, 3, tag=MATRIX),
+    ]
+    operations, place = widened(every)
+    added = operations[operations[place[4]].operands[0]]
+    assert [operations[o].name for o in added.operands] == ["tanh", "convert bfloat16"]
+    assert operations[place[5]].operands == (place[3], place[3])
 
 
 @pytest.mark.parametrize(("axes", "name"), [((0,), "add"), ((0, 1), "convert bfloat16")])
@@ -83,8 +99,8 @@ def test_generations_differ() -> None:
     assert ampere is not None
     assert hopper is not None
     assert (ampere.from_hopper, hopper.from_hopper) == (False, True)
-    assert ampere.arithmetic.nbytes("tanh") == pytest.approx(504 * 2.04 / 19.5)
-    assert hopper.arithmetic.nbytes("tanh") == pytest.approx(467 * 3.35 / 66.9)
-    assert (ampere.arithmetic.nbytes("exponential"), hopper.arithmetic.nbytes("add")) == (0.0, 0.0)
+    assert ampere.arithmetic.step_nbytes("tanh") == pytest.approx(504 * 2.04 / 19.5)
+    assert hopper.arithmetic.step_nbytes("tanh") == pytest.approx(467 * 3.35 / 66.9)
+    assert ampere.arithmetic.step_nbytes("exponential") == ampere.arithmetic.step_nbytes("add")
     assert ampere.arithmetic.launch_nbytes == pytest.approx(2.04e6)
     assert xla_gpu.model(ampere) is not xla_gpu.model(hopper)

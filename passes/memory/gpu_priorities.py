@@ -1,0 +1,200 @@
+"""The order in which XLA's GPU compiler fuses operations: what gains most goes first.
+
+Every operation begins as a kernel. What it gains to compute one in all kernels that read it, rather than to write it,
+is the difference of the times of all of these. The one that gains most is fused with its readers; then what these and
+it read gains something else. It ends when nothing gains any more. Names of arrays are fused before all else.
+
+    gain(p) = launch + time(p) + sum over readers c of (time(c) - time(c with p))
+
+How often a kernel computes an operation: once for each element of its own where all that follows up to the root works
+on elements, and again for every reader that takes its elements at other places.
+
+Reference: PriorityFusion (xla/backends/gpu/transforms/priority_fusion.cc), and of xla/service/gpu/model
+GpuPerformanceModel and GpuHloCostAnalysis::FusionCalculateUtilizations, as of jaxlib 0.10.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from passes.memory.gpu_times import FUSIBLE, SUM, Times
+from passes.memory.operations import ELEMENTWISE
+
+TAKES_IN = frozenset({*FUSIBLE, "reduce", "update"})
+"""Kinds whose kernels compute what they read."""
+
+PARTS = frozenset({"slice", "dynamic-slice"})
+"""The names of what takes a part of an array alone."""
+
+Roots = frozenset[int]
+"""The operations of a kernel for whose elements another one is computed."""
+
+
+@dataclass(slots=True)
+class Contents:
+    """The operations and arrays of a root's kernel.
+
+    `inside` are its operations from the last to the first, `reads` how many times of each array it reads, and `uses`
+    for which of its operations, each of which it computes `times`. A `version` is counted when it changes.
+    """
+
+    inside: list[int]
+    work: float = 0.0
+    nbytes: float = 0.0
+    turn: int = 0
+    version: int = 0
+    reads: dict[int, float] = field(default_factory=dict[int, float])
+    uses: dict[int, Roots] = field(default_factory=dict[int, Roots])
+    times: dict[int, float] = field(default_factory=dict[int, float])
+
+
+class Priorities:
+    """The kernels by root, while operations are fused; `readers` are the kernels that read each.
+
+    `may_fuse` says of an operation whether it may be computed by the kernels that read it.
+    """
+
+    def __init__(
+        self,
+        times: Times,
+        readers: Sequence[Sequence[int]],
+        roots: Iterable[int],
+        may_fuse: Callable[[int, Collection[int], Mapping[int, Contents]], bool],
+    ) -> None:
+        self.times, self.operations, self.may_fuse = times, times.operations, may_fuse
+        self.launch_nbytes = times.arithmetic.launch_nbytes
+        self.is_on_elements = [o.kind in ELEMENTWISE and o.name != SUM for o in self.operations]
+        self.kernels = {root: Contents([root]) for root in roots}
+        self.readers = {root: dict.fromkeys(readers[root]) for root in self.kernels}
+        self.pairs: dict[tuple[int, int], tuple[int, int, float]] = {}
+        self.gains: dict[int, float] = {}
+        self.queue: list[tuple[float, int]] = []
+        for root in self.kernels:
+            if self.operations[root].kind in TAKES_IN:
+                self._count(root)
+
+    def run(self) -> dict[int, Contents]:
+        """The kernels that are left when nothing gains any more."""
+        for root in self.kernels:
+            self._push(root)
+        while self.queue:
+            gain, minus = heapq.heappop(self.queue)
+            if self.gains.get(-minus) == -gain:
+                self._fuse(-minus)
+        return self.kernels
+
+    def _push(self, root: int) -> None:
+        gain = self.gains[root] = self._gain(root)
+        if gain >= 0:
+            heapq.heappush(self.queue, (-gain, -root))
+
+    def _gain(self, root: int) -> float:
+        """The bytes that memory moves in the time that is gained where all readers compute an operation."""
+        readers = self.readers[root]
+        if not readers or not self.may_fuse(root, readers, self.kernels):
+            return -math.inf
+        if self.operations[root].kind == "bitcast":
+            return math.inf
+        if all(self.operations[reader].kind == "bitcast" for reader in readers):
+            return -math.inf
+        gain = self.kernels[root].nbytes + self.launch_nbytes
+        for reader in readers:
+            gain += self.kernels[reader].nbytes - self._nbytes_with(root, reader)
+        return gain
+
+    def _fuse(self, root: int) -> None:
+        """Lets all readers of an operation compute it."""
+        fused, readers = self.kernels.pop(root), self.readers.pop(root)
+        del self.gains[root]
+        changed = dict.fromkeys(readers)
+        for reader in readers:
+            contents = self.kernels[reader]
+            contents.inside = sorted({*contents.inside, *fused.inside}, reverse=True)
+            self._count(reader)
+            for o in contents.reads:
+                if o in self.kernels:
+                    self.readers[o][reader] = None
+                    changed[o] = None
+        for o in fused.reads:
+            if o in self.kernels:
+                self.readers[o].pop(root, None)
+        for o in changed:
+            self._push(o)
+
+    def _count(self, root: int) -> None:
+        """Counts what a kernel computes and reads."""
+        contents, operations, times = self.kernels[root], self.operations, self.times
+        works, turns = times.works, times.turns
+        uses: dict[int, Roots] = {root: frozenset((root,))}
+        often, work, turn = {root: 1.0}, 0.0, 0
+        for index in contents.inside:
+            mine = uses.pop(index)
+            total = _total(often, mine)
+            work += works[index] * total
+            turn = max(turn, turns[index])
+            operands = operations[index].operands
+            if self.is_on_elements[index]:
+                for o in operands:
+                    uses[o] = uses[o] | mine if o in uses else mine
+                continue
+            for o in dict.fromkeys(operands):
+                uses[o] = uses.get(o, frozenset[int]()) | {o}
+                often[o] = often.get(o, 0.0) + total * self._share(index, o)
+        contents.work, contents.turn, contents.uses, contents.times = work, turn, uses, often
+        contents.reads = {o: _total(often, by) for o, by in uses.items()}
+        contents.version += 1
+        written = times.wholes[root] + self._again_nbytes(contents)
+        contents.nbytes = times.nbytes(root, work, contents.reads, written, turn)
+
+    def _share(self, index: int, operand: int) -> float:
+        """The times of an operand that an operation reads."""
+        operation = self.operations[index]
+        if operation.kind in ("broadcast", "gather") or (operation.kind == "rearrange" and operation.name in PARTS):
+            return self.times.sizes[index] / max(1, self.times.sizes[operand])
+        return 1.0
+
+    def _again_nbytes(self, contents: Contents) -> int:
+        """The bytes that an operation reads once more while it is alone, as a square does."""
+        if len(contents.inside) > 1 or not self.is_on_elements[contents.inside[0]]:
+            return 0
+        operation = self.operations[contents.inside[0]]
+        if operation.name != "square" and len(set(operation.operands)) == len(operation.operands):
+            return 0
+        return self.times.wholes[operation.operands[0]]
+
+    def _nbytes_with(self, root: int, reader: int) -> float:
+        """The bytes that memory moves in the time of a kernel that computes an operation which it reads."""
+        fused, contents = self.kernels[root], self.kernels[reader]
+        cached = self.pairs.get((root, reader))
+        if cached is not None and cached[:2] == (fused.version, contents.version):
+            return cached[2]
+        often = contents.reads[root]
+        reads = contents.reads.copy()
+        del reads[root]
+        for o, total in fused.reads.items():
+            if o in reads:
+                reads[o] += total * often - self._common(root, reader, o)
+            else:
+                reads[o] = total * often
+        work, turn = contents.work + fused.work * often, max(contents.turn, fused.turn)
+        nbytes = self.times.nbytes(reader, work, reads, self.times.wholes[reader], turn)
+        self.pairs[root, reader] = (fused.version, contents.version, nbytes)
+        return nbytes
+
+    def _common(self, root: int, reader: int, operand: int) -> float:
+        """The times of an operand that a kernel reads already where an operation that it computes takes it."""
+        fused, contents = self.kernels[root], self.kernels[reader]
+        if root not in fused.uses[operand]:
+            return 0.0
+        return sum(contents.times[use] for use in contents.uses[operand] & contents.uses[root])
+
+
+def _total(often: Mapping[int, float], uses: Roots) -> float:
+    """The times of all uses; most have one."""
+    if len(uses) == 1:
+        (use,) = uses
+        return often[use]
+    return sum(often[use] for use in uses)
