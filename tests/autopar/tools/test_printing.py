@@ -24,6 +24,17 @@ def test_a_saved_plan_is_counted_for_the_cluster_that_is_named(train):
     assert moved.seconds == pytest.approx(expected.seconds)
 
 
+def test_a_plan_for_fewer_devices_leaves_some_idle_and_is_no_optimum(train):
+    command = ["plan", "train:example", "--cluster"]
+    assert main([*command, "2:h100", "--out", "two.json"]) == 0
+    with pytest.warns(UserWarning, match=r"for 2 devices \(.*\): 6 of 8 devices of '8:h100' stand idle\n  plan again"):
+        assert main([*command, "8:h100", "--planner", "manual:two.json", "--out", "eight.json"]) == 0
+    two, eight = Plan.load("two.json"), Plan.load("eight.json")
+    assert (two.solution.status, eight.solution.status) == ("optimal", "edited")
+    assert (eight.n_devices, eight.seconds) == (2, two.seconds)
+    assert eight.solution.bound == 0
+
+
 def test_what_cannot_be_printed_is_an_error_in_words(capsys, train, monkeypatch):
     assert main(["plan", "train:example", "--cluster", "4:h100", "--planner", "dp", "--out", "plan.json"]) == 0
     for encoding in ("ascii", "latin-1"):
