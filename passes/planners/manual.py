@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -372,25 +372,18 @@ class Manual:
         Raises PlanningError where there is no plan, or where it needs more devices than there are.
         """
         plan = load_plan(self.source)
-        is_wider = _check_devices(plan, cluster)
-        if is_wider and isinstance(plan, Plan):  # what is proven of a search on fewer devices is not of one on all
-            plan = replace(plan, solution=replace(plan.solution, status="edited", bound=0.0))
+        _check_devices(plan, cluster)
         return Manual(plan.on(cluster))
 
 
-def _check_devices(plan: AnyPlan, cluster: Cluster) -> bool:
-    """Whether the plan was made for fewer devices than a cluster has, of which it leaves some idle: that is a warning.
-
-    Raises PlanMismatchError for a cluster of fewer devices than the plan has.
-    """
+def _check_devices(plan: AnyPlan, cluster: Cluster) -> None:
+    """Raises PlanMismatchError for a cluster of fewer devices than the plan has; warns where some are idle."""
     if plan.n_devices > cluster.n_devices:
         raise PlanMismatchError(
             f"the plan was made for {plan.n_devices} devices ({plan.shape}), the cluster {cluster.name!r} has "
             f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
         )
-    is_wider = max(plan.n_devices, plan.cluster.n_devices) < cluster.n_devices
-    if is_wider:
+    if max(plan.n_devices, plan.cluster.n_devices) < cluster.n_devices:
         saved = f"the plan was made for {plan.cluster.n_devices} devices ({plan.shape})"
         rule = f"{cluster.n_devices - plan.n_devices} of {cluster.n_devices} devices of {cluster.name!r} stand idle"
         warnings.warn(explain(saved, rule, "", "plan again for all of them"), stacklevel=3)
-    return is_wider
