@@ -89,10 +89,6 @@ def called(target: str) -> Any:
             rule = f"there is no module {error.name!r} here ({os.getcwd()}) or among those installed"
             raise UsageError(rule) from error
         raise UsageError(f"{target} raised an error\n{_users_traceback(error, module_name)}") from error
-    except SystemExit as end:
-        rule = f"importing {module_name}, or calling {name}, ended the program: sys.exit({end.code or 0!r})"
-        remedy = "put what is for the script alone behind `if __name__ == '__main__':`"
-        raise UsageError(explain(target, rule, "", remedy)) from end
     others = [other for other, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
     guess = close(name, others) or (f"it has {', '.join(others[:10])}" if others else "")
     raise UsageError("\n  ".join(filter(None, (f"{module_name} ({module.__file__}) has no function {name!r}", guess))))

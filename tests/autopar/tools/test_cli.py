@@ -273,16 +273,6 @@ def test_a_wrong_command_exits_with_2_and_says_why(capsys, train, target, option
     assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize(("code", "said"), [("", "0"), ("3", "3"), ("'no data'", "'no data'")])
-def test_a_script_that_ends_when_it_is_imported_is_no_plan(capsys, train, code, said):
-    (train / "script.py").write_text(f"import sys\n\nfrom train import example\n\nsys.exit({code})\n")
-    assert main(["plan", "script:example", "--cluster", "4:h100"]) == 2
-    assert f"script:example: importing script, or calling example, ended the program: sys.exit({said})" in (
-        error := capsys.readouterr().err
-    )
-    assert "if __name__ == '__main__'" in error
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [
