@@ -27,6 +27,7 @@ from autopar.checkpoint.background import awaited, begun
 from autopar.checkpoint.digests import digest, partial_sum, pieces_of
 from autopar.checkpoint.folder import Folder
 from autopar.checkpoint.manifest import STATE, CheckpointError, Leaf, Manifest, RefusedError, files_of
+from autopar.checkpoint.numbers import as_like, as_stored, dtype_name
 from autopar.checkpoint.plain import decoded, encoded, fields_of_plan, key, whole_number, words_of_key
 from autopar.checkpoint.survey import Survey
 from autopar.distributed import Memory, Processes, among
@@ -132,7 +133,7 @@ class Checkpoints:
         manifest = Manifest(
             step=step,
             leaves={
-                path: Leaf(shape=tuple(np.shape(leaf)), dtype=_dtype_name(leaf), digest="")
+                path: Leaf(shape=tuple(np.shape(leaf)), dtype=dtype_name(leaf), digest="")
                 for path, leaf in zip(paths, leaves, strict=True)
             },
             files={},
@@ -240,11 +241,11 @@ class Checkpoints:
 
         Whatever one of them meets, all come to the same exchanges in the same order.
         """
-        reason, state, manifest, folder = "", None, None, self._folder.place(step)
+        reason, state, manifest, stored, folder = "", None, None, None, self._folder.place(step)
         try:
             manifest = Manifest.read(folder)
-            _check_types(manifest, like)
-            state = _restored(self._orbax(), folder, like)
+            _check_types(manifest, stored := as_stored(like, manifest))
+            state = _restored(self._orbax(), folder, stored)
         except RefusedError as error:
             reason = str(error)
         reason = next(filter(None, self._of_all(f"reading the checkpoint of step {step}", reason)), "")
@@ -256,6 +257,7 @@ class Checkpoints:
         of_all = self._of_all(f"the checkpoint of step {step}", sums)
         if reason := _difference(manifest, _flattened(like)[0], of_all):
             raise RefusedError(reason)
+        state = as_like(state, stored, like)
         position, rng = decoded(manifest.position), key(manifest.rng)
         return Saved(step=step, state=state, position=position, rng=rng, plan=_plan(manifest, folder))
 
@@ -328,7 +330,7 @@ def _gathered(processes: Processes, name: str, sums: list[int]) -> list[list[int
 def _check_types(manifest: Manifest, like: Any) -> None:
     """Raises RefusedError for a state whose arrays have other paths or types."""
     paths, leaves = _flattened(like)
-    expected = {path: (tuple(np.shape(leaf)), _dtype_name(leaf)) for path, leaf in zip(paths, leaves, strict=True)}
+    expected = {path: (tuple(np.shape(leaf)), dtype_name(leaf)) for path, leaf in zip(paths, leaves, strict=True)}
     present = {path: (leaf.shape, leaf.dtype) for path, leaf in manifest.leaves.items()}
     if expected == present:
         return
@@ -370,7 +372,3 @@ def _both_ends(text: str) -> str:
 
 def _type_text(type: tuple[tuple[int, ...], str] | None) -> str:
     return f"{type[1]}[{','.join(map(str, type[0]))}]" if type else "missing"
-
-
-def _dtype_name(leaf: Any) -> str:
-    return str(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)

@@ -27,7 +27,7 @@ from autopar.tools import (
 )
 from autopar.tools.command import INTERRUPTED, TROUBLE, Command
 from autopar.tools.parsing import Once, Parser
-from autopar.tools.printing import printed, tell
+from autopar.tools.printing import printed, tell, warned
 from autopar.tools.targets import UsageError
 from passes.errors import PlanningError
 from passes.plan import json as plan_json
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.print_help(sys.stderr)
         return TROUBLE
     try:
-        return arguments.run(arguments)
+        with warned(arguments.command):
+            return arguments.run(arguments)
     except (PlanningError, DeviceError, UsageError) as error:
         tell("\n".join([f"autopar {arguments.command}: {error}", *getattr(error, "__notes__", ())]))
         return TROUBLE

@@ -54,7 +54,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     plan = load_plan(arguments.plan)
     if not arguments.what or any(layer.name == arguments.what for p in plan.programs for layer in p.layers):
-        return (by_layer(plan, arguments.what),), DONE
+        return (by_layer(plan, arguments.what or None),), DONE
     if ".py" in arguments.what:
         return at_line(plan, arguments.what), DONE
     described = described_arrays(plan, arguments.what)

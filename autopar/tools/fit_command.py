@@ -41,9 +41,7 @@ exit status: 0 a plan fits, 1 none does, 2 nothing could be planned,
 def _add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", metavar="MODULE:FUNCTION", help="what should fit")
     command.add_argument("--cluster", required=True, help="hosts x devices of each, and their kind")
-    command.add_argument(
-        "--memory-limit", metavar="SIZE", help="of one device, as '40 GiB' (default: its own less 6 %%)"
-    )
+    command.add_argument("--memory-limit", metavar="SIZE", help="of one device, as '40 GiB' (default: most of its own)")
     command.add_argument("--presets", metavar="MODULE:FUNCTION", help="sizes of the model to choose from")
     command.add_argument(
         "--seconds",
@@ -52,7 +50,7 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
         help="that the search may take, and again the largest batch and preset; 0: look for none (default: so much "
         "work, whatever time that takes)",
     )
-    command.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over the step (png, svg)")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over the step (png, svg, pdf)")
     command.add_argument("--json", action="store_true", help="print JSON; seconds and bytes are numbers")
 
 

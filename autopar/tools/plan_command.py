@@ -43,9 +43,7 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--planner", default="auto", help="who plans (default: auto)")
     command.add_argument("--out", type=Path, metavar="PATH", help="save the plan here")
     command.add_argument("--microbatches", type=whole_number(), metavar="N", help="compute the batch in N parts")
-    command.add_argument(
-        "--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)'
-    )
+    command.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: most of its own)')
     command.add_argument("--calibration", type=Path, metavar="PATH", help="where reports of measured steps were kept")
     command.add_argument(
         "--pin", action="append", default=[], metavar="NAME=CUT", help="an array lies so: 'params/*/kernel=[-, x]'"
@@ -55,7 +53,7 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--alternatives", type=whole_number(), default=1, metavar="N", help="and N-1 that need less memory"
     )
-    command.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory of those (png, svg)")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw time against memory of those (png, svg, pdf)")
     command.add_argument("--json", action="store_true", help="print the plan as JSON, as --out saves it")
     command.add_argument("--no-cache", action="store_true", help="plan anew, and keep nothing")
 

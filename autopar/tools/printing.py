@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -18,6 +22,9 @@ from passes.text import Table
 WIDEST = 1000
 """Characters of a row that goes to no terminal: more than any table has, so that no cell is cut or broken into lines,
 and `grep` finds a name whole. COLUMNS, where it is set, says how wide rows are there, too."""
+
+_OWN = tuple(f"{Path(__file__).parents[2] / name}{os.sep}" for name in ("autopar", "passes"))
+"""The beginnings of the paths of autopar's own code."""
 
 UNREAD = 141
 """The exit status where what is printed is not read to its end: 128 and the number of SIGPIPE."""
@@ -51,6 +58,24 @@ def printed(output: Output) -> None:
 def tell(message: str) -> None:
     """Prints a message on stderr."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message))
+
+
+@contextmanager
+def warned(command: str) -> Iterator[None]:
+    """A context in which warnings of autopar's own are shown as its messages are, without its source line."""
+    usual = warnings.formatwarning
+
+    def shown(
+        message: Warning | str, category: type[Warning], filename: str, line: int, text: str | None = None
+    ) -> str:
+        is_own = issubclass(category, UserWarning) and filename.startswith(_OWN)
+        return f"autopar {command}: {message}\n" if is_own else usual(message, category, filename, line, text)
+
+    warnings.formatwarning = shown
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def _show(output: Output) -> None:

@@ -25,7 +25,9 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--operators", action="store_true", help="every operator, and every line that communicates")
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     command.add_argument("--trace", type=Path, metavar="PATH", help="save a pipeline's timeline for Perfetto here")
-    command.add_argument("--plot", type=Path, metavar="FILE", help="draw one device's memory over the step (png, svg)")
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw one device's memory over the step (png, svg, pdf)"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:

@@ -54,9 +54,7 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     varied("--network", metavar="X,X", help="links between hosts give X times theirs, beside that")
     varied("--batch", metavar="N,N", help="rows of the batch")
     varied("--microbatches", metavar="N,N", help="compute the batch in N parts")
-    command.add_argument(
-        "--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: its own, less 6 %%)'
-    )
+    command.add_argument("--memory-limit", metavar="SIZE", help='of a device, as "12 GiB" (default: most of its own)')
     command.add_argument("--tokens", type=real_number(), metavar="N", help="of the whole training: days that it takes")
     command.add_argument("--tokens-per-step", type=real_number(), metavar="N", help="(default: the batch's integers)")
     command.add_argument(

@@ -12,6 +12,8 @@ HEADINGS = {"microbatches": "micro", "bandwidth": "links", "network": "between h
 
 _UNKNOWN = "-"
 
+_NO_TOKENS = "no array of integers says how many tokens a step sees: --tokens-per-step (tokens_per_step=) does"
+
 
 def tables(rows: Sequence[Row], tokens: float | None, price: float | None, note: str = "") -> tuple[Table, ...]:
     """All tables of the rows, with `note` under the last."""
@@ -117,7 +119,7 @@ def training_table(rows: Sequence[Row], tokens: float, price: float | None) -> T
         title=f"{tokens:,.0f} tokens{costs}",
         columns=(*_label_columns(names), *(Column(heading=heading, right=True) for heading in headings)),
         rows=tuple(cells),
-        note="no array of integers says how many tokens a step sees: tokens_per_step does" if unknown else "",
+        note=_NO_TOKENS if unknown else "",
     )
 
 

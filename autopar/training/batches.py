@@ -155,7 +155,7 @@ class Batches(Iterator[Any]):
             iterator.set_state(position)
         elif position is not None:
             remedy = "pass what batches of such a source had: without get_state and set_state they are counted"
-            iterator = itertools.islice(iterator, _count("position", position, 0, remedy), None)
+            iterator = _from(iterator, _count("position", position, 0, remedy))
         self.position = iterator.get_state() if has_state else position or 0
         self._shardings = shardings
         self._targets: _Targets = {}
@@ -195,6 +195,16 @@ def _count(name: str, value: Any, least: int, remedy: str) -> int:
         rule = f"should be a whole number from {least}"
         raise ArgumentError(explain(f"batches({name}={value!r:.60})", rule, "", remedy))
     return count
+
+
+def _from(source: Iterator[Any], position: int) -> Iterator[Any]:
+    """The elements from a position on. Raises ArgumentError where there are fewer before it: a run would end there."""
+    passed = sum(1 for _ in itertools.islice(source, position))
+    if passed < position:
+        rule = f"the source ends after {passed:,} of the elements that are to be passed over"
+        remedy = "pass a source that goes as far, or position=0 to begin anew"
+        raise ArgumentError(explain(f"batches(position={position})", rule, "", remedy))
+    yield from source
 
 
 def _types_of(batch: Any) -> Hashable:

@@ -98,7 +98,7 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     seconds = {"compute": sum(compute.values()), **offload_seconds, **moving}
     if _alike(seconds, plan.seconds) and sent == plan.collectives and nbytes == plan.nbytes:
         return replace(plan, counted_for="") if plan.is_stale else plan
-    solution = replace(plan.solution, status="edited", objective=sum(seconds.values()), bound=0.0)
+    solution = replace(plan.solution.unproven(), objective=sum(seconds.values()))
     return replace(
         plan,
         collectives=sent,

@@ -132,8 +132,11 @@ def path_of(name: str) -> str:
 
 
 def matching(pattern: str, names: Sequence[str]) -> list[int]:
-    """The positions of the inputs that a pattern names: a whole path or its end, `*` standing for anything."""
-    pattern = path_of(pattern) if "[" in pattern else pattern.strip("/")
+    """The positions of the inputs that a pattern names: a whole path or its end, `*` standing for anything.
+
+    It may be written as plans show names, too: `state.step`, `state.params['kernel']`.
+    """
+    pattern = path_of(pattern).strip("/")
     paths = [path_of(name) for name in names]
     return [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(f"/{path}", f"*/{pattern}")]
 

@@ -71,6 +71,10 @@ class Solution:
         rest = max(0.0, seconds - sum(self.phase_seconds.values()))
         return replace(self, phase_seconds={**self.phase_seconds, "peaks and variants": rest})
 
+    def unproven(self) -> Self:
+        """The same record of a plan that was edited, or taken to more devices, of which nothing is proven."""
+        return replace(self, status="edited", bound=0.0)
+
     @property
     def gap(self) -> float:
         """(objective - bound) / objective: 0 is proven optimal."""

@@ -125,9 +125,7 @@ class AnyPlan(Storable):
 
     @abstractmethod
     def variant(self, stages: int = 0) -> Variant:
-        """The variant of the step that it plans; loops of a pipeline are chunked for `stages` stages (0: its own
-        number).
-        """
+        """The variant of the step that it plans; a pipeline's loops are chunked for `stages` stages (0: its own)."""
 
     @abstractmethod
     def of_variant(self, variant: Variant) -> Self:
@@ -254,7 +252,8 @@ class Plan(AnyPlan):
         return replace(self, solution=replace(self.solution, alternatives=merged(self.met, alternatives)))
 
     def on(self, cluster: Cluster) -> Self:
-        return replace(self, cluster=cluster, mesh=replace(self.mesh, cluster=cluster))
+        solution = self.solution if cluster.n_devices <= self.cluster.n_devices else self.solution.unproven()
+        return replace(self, cluster=cluster, mesh=replace(self.mesh, cluster=cluster), solution=solution)
 
     def variant(self, stages: int = 0) -> Variant:
         return Variant(microbatches=self.microbatches, kept=kept_of(self.remat), offload=bool(self.offloaded))
@@ -351,7 +350,7 @@ class Plan(AnyPlan):
 
 def _tables(plan: Plan, operators: bool) -> tuple[Table, ...]:
     """The plan as tables, header first."""
-    solution = replace(plan.solution, status="edited", bound=0.0) if plan.is_stale else plan.solution
+    solution = plan.solution.unproven() if plan.is_stale else plan.solution
     header = plan_text.header(
         plan.fingerprint, plan.cluster, plan.mesh, solution, plan.microbatches, plan.remat, plan.offloaded
     )

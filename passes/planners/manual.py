@@ -6,6 +6,7 @@ They choose a mesh, or submeshes, and rule out strategies that such a plan does 
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -376,9 +377,13 @@ class Manual:
 
 
 def _check_devices(plan: AnyPlan, cluster: Cluster) -> None:
-    """Raises PlanMismatchError for a cluster of fewer devices than the plan has."""
+    """Raises PlanMismatchError for a cluster of fewer devices than the plan has; warns where some are idle."""
     if plan.n_devices > cluster.n_devices:
         raise PlanMismatchError(
             f"the plan was made for {plan.n_devices} devices ({plan.shape}), the cluster {cluster.name!r} has "
             f"{cluster.n_devices}. Plan again for this cluster, or run where the plan belongs"
         )
+    if max(plan.n_devices, plan.cluster.n_devices) < cluster.n_devices:
+        saved = f"the plan was made for {plan.cluster.n_devices} devices ({plan.shape})"
+        rule = f"{cluster.n_devices - plan.n_devices} of {cluster.n_devices} devices of {cluster.name!r} stand idle"
+        warnings.warn(explain(saved, rule, "", "plan again for all of them"), stacklevel=3)

@@ -83,7 +83,7 @@ def _why(fits: Sequence[Rival], faster: Sequence[Rival], seconds: float, limit: 
     if faster and all(rival.peak_nbytes > limit for rival in faster):
         return f"What binds is memory: a device may need {quantities.nbytes(limit)}. Over that, this is faster:"
     if faster:
-        return "The plan was not searched for, or was left early, or was told so: these are faster."
+        return "Faster, as the plan is hand-made, pinned, edited or of a search that ended early:"
     if not fits:
         return "Nothing else can be: no other placement of it is legal here or keeps the memory limit."
     slower = [rival for rival in fits if rival.seconds > (1 + ROUGH) * seconds]

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import autopar
+from autopar import CheckpointError
 from autopar.checkpoint import background
 from tests.closeness import assert_same_bits
 
@@ -132,3 +134,40 @@ def test_a_save_goes_on_where_its_thread_may_not_give_way(tmp_path: Path, monkey
     with autopar.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {"a": jnp.ones(3)})
     assert checkpoints.steps() == [1]
+
+
+STRUCT = jax.ShapeDtypeStruct((), np.int32, sharding=SingleDeviceSharding(jax.devices()[1]), weak_type=True)
+
+
+@pytest.mark.parametrize(
+    "like", [3, np.int64(3), np.int32(3), np.array(3), jnp.int32(3), jnp.asarray(3), STRUCT], ids=str
+)
+@pytest.mark.parametrize("saved", [7, np.int64(7), jnp.int32(7)], ids=str)
+def test_a_number_is_what_the_program_makes_of_it(tmp_path: Path, saved: Any, like: Any):
+    """As the count of Flax's `TrainState`: a Python int before the first step, and an array behind it."""
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"count": saved, "w": jnp.ones(3)})
+        restored = checkpoints.restore({"count": like, "w": jnp.ones(3)})
+    assert restored is not None
+    count = restored.state["count"]
+    assert count == 7
+    assert type(count) is (type(jnp.ones(3)) if like is STRUCT else type(like))
+    for name in ("dtype", "weak_type"):
+        assert getattr(count, name, None) == getattr(like, name, None)
+    assert like is not STRUCT or count.sharding == STRUCT.sharding
+
+
+def test_floats_are_narrowed_and_other_numbers_are_another_programs(tmp_path: Path):
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"rate": 0.1, "seen": 2**40})
+        restored = checkpoints.restore({"rate": jnp.float32(0), "seen": 0})
+        assert restored is not None
+        assert restored.state == {"rate": np.float32(0.1), "seen": 2**40}
+        with (
+            pytest.warns(UserWarning, match=r"the number 1099511627776, which is too large for int32"),
+            pytest.raises(CheckpointError),
+        ):
+            checkpoints.restore({"rate": 0.0, "seen": jnp.int32(0)})
+        for like in ({"rate": 1, "seen": 0}, {"rate": np.float16(0), "seen": 0}, {"rate": 0.0, "seen": [0]}):
+            with pytest.warns(UserWarning, match="another program"), pytest.raises(CheckpointError):
+                checkpoints.restore(like)

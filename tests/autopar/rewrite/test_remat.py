@@ -75,7 +75,7 @@ def test_models_take_the_same_step(name: str, kept: Any, planner: Any):
 def test_recomputation_works_in_microbatches_and_in_a_saved_plan(tmp_path: Any):
     with jax.enable_x64(True):
         given = arguments("float64")
-        step = autopar.parallelize(train_step, planner=autopar.DataParallel(), remat="inputs", microbatches=4)
+        step = autopar.parallelize(train_step, planner=autopar.DataParallel()).replan(remat="inputs", microbatches=4)
         plan = step.plan(*given)
         assert (plan.microbatches, set(plan.remat)) == (4, {"inputs"})
         plan.save(tmp_path / "plan.json")

@@ -99,6 +99,8 @@ def test_explain_shows_what_layers_cost_and_one_by_its_name(plan, capsys):
     assert main(["explain", str(plan), "update"]) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("update")]
     assert row.split() in [line.split() for line in table.splitlines()]
+    assert main(["explain", str(plan), ""]) == 0
+    assert capsys.readouterr().out == table
     assert main(["explain", PLAN]) == 2
     assert "does not say what its layers cost" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,30 @@ def test_a_saved_plan_is_counted_for_the_cluster_that_is_named(train):
     moved, expected = Plan.load("moved.json"), Plan.load("h100.json")
     assert moved.cluster == expected.cluster
     assert moved.seconds == pytest.approx(expected.seconds)
+
+
+def warnings_of(command):
+    """What a command says on stderr, with its warnings as they are shown."""
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings, "showwarning", lambda *of: shown.write(warnings.formatwarning(*of[:4])))
+        patch.setattr(warnings, "filters", [("always", None, Warning, None, 0)])
+        assert main(command) == 0
+    return shown.getvalue()
+
+
+def test_a_plan_for_fewer_devices_leaves_some_idle_and_is_no_optimum(train):
+    command = ["plan", "train:example", "--cluster"]
+    assert main([*command, "2:h100", "--out", "two.json"]) == 0
+    with pytest.warns(UserWarning, match=r"for 2 devices \(.*\): 6 of 8 devices of '8:h100' stand idle\n  plan again"):
+        assert main([*command, "8:h100", "--planner", "manual:two.json", "--out", "eight.json"]) == 0
+    assert "autopar plan: the plan was made for 2 devices" in warnings_of(
+        [*command, "4:h100", "--planner", "manual:two.json"]
+    )
+    two, eight = Plan.load("two.json"), Plan.load("eight.json")
+    assert (two.solution.status, eight.solution.status) == ("optimal", "edited")
+    assert (eight.n_devices, eight.seconds) == (2, two.seconds)
+    assert eight.solution.bound == 0
 
 
 def test_what_cannot_be_printed_is_an_error_in_words(capsys, train, monkeypatch):

@@ -184,6 +184,7 @@ def test_a_step_without_integers_has_an_unknown_number_of_tokens():
     assert simulated.rows[0].tokens_per_step is None
     assert "days" not in simulated.to_json()[0]
     assert "no array of integers says" in str(simulated)
+    assert "a step sees: --tokens-per-step" in str(simulated)
 
 
 @pytest.mark.slow

@@ -243,3 +243,10 @@ def test_the_last_batch_may_be_smaller():
         rows = len(given["x"])
         assert rows == 5 or batch["x"].sharding == known[rows][0]
     assert batches.position == len(sizes)
+
+
+def test_a_source_that_ends_before_the_position_is_an_error_and_no_end():
+    parallel = autopar.parallelize(lambda w, x: w + x.sum())
+    assert list(parallel.batches(iter([1, 2]), position=2)) == []
+    with pytest.raises(autopar.ArgumentError, match=r"position=5\): the source ends after 2 of the elements"):
+        next(parallel.batches(iter([1, 2]), position=5))

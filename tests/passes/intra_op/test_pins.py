@@ -98,10 +98,14 @@ def test_a_pin_that_does_not_divide_says_by_what():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "count"), [("kernel", 3), ("params/*/kernel", 2), ("params/up/kernel", 1), ("ernel", 0), ("*", 4)]
+    ("pattern", "count"),
+    [
+        *[("kernel", 3), ("params/*/kernel", 2), ("params/up/kernel", 1), ("ernel", 0), ("*", 5), ("", 0)],
+        *[("s.step", 1), (".step", 1), ("s.params['up']['kernel']", 1), ("s.params/up/kernel", 1), ("/s.mu/*", 1)],
+    ],
 )
 def test_a_pattern_names_the_end_of_a_path(pattern, count):
-    names = ["s.params['up']['kernel']", "s.params['a']['b']['kernel']", "s.mu['up']['kernel']", "batch"]
+    names = ["s.params['up']['kernel']", "s.params['a']['b']['kernel']", "s.mu['up']['kernel']", "batch", "s.step"]
     assert len(matching(pattern, names)) == count
 
 
