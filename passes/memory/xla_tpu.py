@@ -25,7 +25,7 @@ from passes.memory.tpu_copies import copied
 from passes.memory.tpu_costs import cost_on
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_images import images
-from passes.memory.tpu_products import sent_rounded
+from passes.memory.tpu_products import passed_rounded, sent_rounded
 from passes.memory.tpu_schedules import schedule
 from passes.memory.tpu_sums import joined
 from passes.memory.tpu_tables import TABLE_NBYTES, tables
@@ -49,7 +49,7 @@ def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[
     combined.
     """
     place: Sequence[int] = range(len(operations))
-    for step in (sent_rounded, copied, combined, images, batches):
+    for step in (sent_rounded, passed_rounded, copied, combined, images, batches):
         operations, moved = step(operations, [place[o] for o in outputs])
         place = [moved[p] for p in place]
     return tuple(operations), tuple(place)
