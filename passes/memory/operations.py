@@ -75,8 +75,8 @@ class Operation(NamedTuple):
 
     `tag` tells apart what has the same kind, operands and shape. One that `is_moved` was computed behind a reshape, and
     is ahead of it. One that `is_image` lies in tiles of its first and its last dimension, one that `is_batch` in tiles
-    of its last two. A tuple is made in a fifth of the time that a frozen dataclass takes, and a deep model has many
-    thousand operations.
+    of its last two, and one that `is_rows` has its last in whole tiles. A tuple is made in a fifth of the time that a
+    frozen dataclass takes, and a deep model has many thousand operations.
     """
 
     kind: Kind
@@ -90,6 +90,7 @@ class Operation(NamedTuple):
     is_moved: bool = False
     is_image: bool = False
     is_batch: bool = False
+    is_rows: bool = False
 
     @property
     def name(self) -> str:

@@ -7,7 +7,8 @@ product, but what only widens it is computed by each of them. So does a gather u
 zeros between its elements is written, and so are images that are joined. What is scattered into an array of one number
 is written with that number by one kernel. Where two cores share kernels, what narrows an
 array for several of them is written, and so is what narrows what is computed of two products, as in a gated unit.
-All-reduces add up in place.
+All-reduces add up in place. What several kernels would read more for than for its result is written as well
+(passes/memory/tpu_rereads.py).
 
 Reference: convolution fusions in the HLO that libtpu 0.0.42 makes of transformers; TPU fusion is not published.
 """
@@ -25,6 +26,7 @@ from passes.memory.conversions import narrows, sliced_first, widens
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_fusion import FUSIBLE, kernels_of
 from passes.memory.operations import ELEMENTWISE, Operation
+from passes.memory.tpu_rereads import Rereads
 
 GOES_ON = frozenset({*ELEMENTWISE, "bitcast"})
 """Kinds that a product goes on with."""
@@ -140,6 +142,7 @@ class _Fusion:
         for i in range(len(operations)):
             self.relaid[i] = self._is_relaid(i)
             self.written[i] = needed[i] and (not self._is_fused(i) or (narrowed and self._is_narrowed(i)))
+        Rereads(operations, self.readers, self.written, self.products).settle()
 
     def _products(self) -> list[int]:
         """The product that each operation goes on with, whose result it alone follows, after any number of steps; or

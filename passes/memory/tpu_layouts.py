@@ -38,6 +38,9 @@ def stored(operation: Operation) -> int:
             nbytes((*between, *in_tiles(first, last)), operation.dtype),
             nbytes((*between, *in_tiles(last, first)), operation.dtype),
         )
+    if operation.is_rows and operation.shape:
+        *rows, columns = operation.shape
+        return nbytes((math.prod(rows), _up(columns, LANES)), operation.dtype)
     if operation.is_batch and len(operation.shape) > 1:
         *batch, rows, columns = operation.shape
         padded = min(in_tiles(rows, columns), in_tiles(columns, rows), key=math.prod)

@@ -1,15 +1,14 @@
 """XLA's TPU compiler: kernels in the order in which least is live, arrays in tiles, and what there is room for on the
 chip.
 
-Of what latency hiding changes of that order only the depth of gathers is followed (passes/memory/tpu_schedules.py):
-where it keeps a layer's products for the collectives of others, as under tensor parallelism, predictions are up to 31 %
-too low (docs/limits.md).
+Of what latency hiding changes of that order only gathers are followed (passes/memory/tpu_schedules.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 
 from passes.cluster import DeviceSpec
 from passes.memory import tpu_layouts, xla
@@ -25,8 +24,8 @@ from passes.memory.tpu_copies import copied
 from passes.memory.tpu_costs import cost_on
 from passes.memory.tpu_fusion import fuse
 from passes.memory.tpu_images import images
-from passes.memory.tpu_products import sent_rounded
-from passes.memory.tpu_schedules import schedule
+from passes.memory.tpu_products import passed_rounded, sent_rounded
+from passes.memory.tpu_schedules import Hiding, schedule
 from passes.memory.tpu_sums import joined
 from passes.memory.tpu_tables import TABLE_NBYTES, tables
 from passes.memory.two_cores import beside_chip
@@ -35,9 +34,10 @@ SPLIT = frozenset({"tpu-v5p"})
 """TPUs whose two cores share every kernel (passes/memory/two_cores.py). An array that is read in a narrower dtype more
 than once is then written in it. (Of TPU v4 libtpu's topologies name each core apart, so nothing is known of both.)"""
 
-HIDING = frozenset({"tpu-v5e"})
-"""TPUs whose compiler gathers while kernels run: libtpu 0.0.42 makes many gathers asynchronous on v5e, and none of 741
-for v6e. (On v5p small steps are worse predicted so.)"""
+HIDING: Mapping[str, float] = MappingProxyType({"tpu-v5e": 200e9})
+"""The bytes a second that gathers make while kernels run, of TPUs whose compiler runs them so: all that the links of a
+v5e chip carry (1,600 Gbit/s, by Google Cloud's documentation). libtpu 0.0.42 makes many gathers asynchronous on v5e,
+and none of 741 for v6e. (On v5p small steps are worse predicted so.)"""
 
 SPLIT_ALIGNMENT = 16 * 2**10
 """Bytes of which every place in the memory of such a TPU is a multiple, by offsets that libtpu 0.0.42 writes with
@@ -49,10 +49,16 @@ def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[
     combined.
     """
     place: Sequence[int] = range(len(operations))
-    for step in (sent_rounded, copied, combined, images, batches):
+    for step in (sent_rounded, passed_rounded, copied, combined, images, batches):
         operations, moved = step(operations, [place[o] for o in outputs])
         place = [moved[p] for p in place]
     return tuple(operations), tuple(place)
+
+
+def _hiding(device: DeviceSpec) -> Hiding | None:
+    """The way in which a TPU's compiler hides gathers, None for one that does not."""
+    rate = HIDING.get(device.name)
+    return Hiding(cost_on(device), rate) if rate else None
 
 
 @cache
@@ -62,7 +68,7 @@ def model(device: DeviceSpec) -> Callable[..., Temporaries]:
     compiler = xla.Compiler(
         combine=_combined,
         fuse=partial(fuse, narrowed=split),
-        schedule=partial(schedule, hides=device.name in HIDING),
+        schedule=partial(schedule, hiding=_hiding(device)),
         stored=tpu_layouts.stored,
         chip=Chip(
             room_nbytes=room_nbytes(device),

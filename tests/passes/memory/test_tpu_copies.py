@@ -46,44 +46,48 @@ def test_images_that_are_rounded_are_copied_as_they_are_rounded() -> None:
     assert made[copy].operands == (place[1],)
 
 
-def scattered(width: int) -> tuple[Operation, ...]:
-    """An embedding of rows so wide: looked up, its gradient scattered, and added to it."""
+def scattered(width: int, steps: int = 2) -> tuple[Operation, ...]:
+    """An embedding of rows so wide: looked up, its gradient scattered, and added to it after so many steps."""
     table, rows = (4096, width), (64, width)
-    return (
+    every = [
         operation("input", shape=table, name="table"),
         operation("input", shape=(64, 1), name="places"),
         operation("gather", 0, 1, shape=rows),
         operation("literal", shape=(), tag=("float", 0.0)),
         operation("broadcast", 3, shape=table, tag=()),
         operation("update", 4, 1, 2, shape=table, name="scatter-add"),
-        operation("elementwise", 0, 5, shape=table, name="add"),
-    )
+    ]
+    for _ in range(steps - 1):
+        every.append(operation("elementwise", len(every) - 1, shape=table, name="tanh"))
+    return (*every, operation("elementwise", 0, len(every) - 1, shape=table, name="add"))
 
 
-@pytest.mark.parametrize("width", [32, 64])
-def test_what_is_scattered_in_rows_is_updated_in_rows_and_copied_back(width: int) -> None:
-    """As of DLRM, f32[32768,64] and its momentum in rows of 128, and of sums of looked-up rows, f32[20000,32]."""
-    every = scattered(width)
-    made, place = copied(every, (6,))
-    assert stored(made[place[5]]) == 128 // width * stored(every[5])
-    result = made[place[6]]
+@pytest.mark.parametrize(("width", "steps"), [(16, 2), (32, 3), (64, 7), (80, 9), (100, 9)])
+def test_what_is_scattered_in_rows_is_updated_in_rows_and_copied_back(width: int, steps: int) -> None:
+    """As SGD, momentum, AdaGrad and Adam of f32[50000,width], and DLRM, f32[32768,64] and its momentum."""
+    every = scattered(width, steps)
+    made, place = copied(every, (len(every) - 1,))
+    assert stored(made[place[5]]) == stored(operation("input", shape=(4096, 128)))
+    result = made[place[-1]]
     assert (result.name, result.shape) == ("copy", (4096, width))
     (added,) = result.operands
     assert made[added].shape == (4096, 128)
     (table, gradient) = made[added].operands
-    assert gradient == place[5]
+    assert gradient == place[-2]
     assert (made[table].name, made[table].operands) == ("copy", (place[0],))
     assert made[place[2]].operands[0] == table
 
 
-def test_rows_of_few_numbers_are_copied_back_once_they_are_scattered() -> None:
-    """As of DLRM's tables cut by columns: bf16[32768,16] takes 8 times as much in rows."""
-    every = scattered(16)
-    made, place = copied(every, (6,))
+@pytest.mark.parametrize(("width", "steps"), [(16, 3), (32, 5), (64, 9)])
+def test_rows_of_which_much_is_computed_are_copied_back_once_they_are_scattered(width: int, steps: int) -> None:
+    """As momentum, moments' sums and Adam of f32[50000,width], and DLRM's tables cut by columns, bf16[32768,16]."""
+    every = scattered(width, steps)
+    made, place = copied(every, (len(every) - 1,))
     back = made[place[5]]
-    assert (back.name, back.shape) == ("copy", (4096, 16))
+    assert (back.name, back.shape) == ("copy", (4096, width))
     assert made[back.operands[0]].shape == (4096, 128)
-    assert made[place[6]].operands == (place[0], place[5])
+    assert made[place[6]].operands == (place[5],)
+    assert made[place[-1]].operands == (place[0], place[-2])
 
 
 def test_whole_rows_stay_as_they_are() -> None:

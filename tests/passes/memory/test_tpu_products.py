@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from passes.ir import Node, TensorType
-from passes.memory.operations import Compiler, Operations
+from passes.memory.operations import Compiler, Operation, Operations
 from passes.memory.products import contraction, convolution
 from passes.memory.tpu_fusion import fuse
-from passes.memory.tpu_products import sent_rounded
+from passes.memory.tpu_products import passed_rounded, sent_rounded
 from tests.passes.memory.device_programs import operation
 
 SHAPE = (64, 64)
@@ -81,3 +81,32 @@ def test_what_is_gathered_for_products_alone_is_rounded_before_it_is_sent() -> N
     added = (*every, operation("elementwise", 1, 3, shape=SHAPE, name="add"))
     assert sent_rounded(added, (4,))[0] == added
     assert sent_rounded(every, (1, 3))[0] == every
+
+
+def behind_barrier(*others: Operation) -> tuple[Operation, ...]:
+    """A gradient in float32 that a product reads, and one more behind a barrier, with `others` after these."""
+    rounding = operation("expensive", 0, shape=SHAPE, name="convert float32")._replace(dtype="bfloat16")
+    return (
+        operation("elementwise", shape=SHAPE, name="negate"),
+        rounding,
+        operation("opaque", 0, shape=(0,), name="barrier"),
+        operation("opaque", 2, shape=(0,), name="barrier"),
+        operation("part", 0, 3, shape=SHAPE, name="barrier"),
+        rounding._replace(operands=(4,)),
+        operation("dot", 1, 5, shape=SHAPE),
+        *others,
+    )
+
+
+def test_what_products_alone_read_passes_a_barrier_rounded() -> None:
+    """As gradients of a vision transformer in float32, of which weights under ZeRO-3 are gathered again behind them."""
+    made, place = passed_rounded(behind_barrier(), (6,))
+    passed = made[place[4]]
+    assert passed.dtype == made[passed.operands[0]].dtype == "bfloat16"
+    assert made[place[2]].operands == passed.operands[:1] == made[place[1]].operands
+    assert [made[place[o]].kind for o in (1, 5)] == ["bitcast", "bitcast"]
+
+
+def test_what_is_added_up_as_well_passes_a_barrier_as_it_is() -> None:
+    every = behind_barrier(operation("reduce", 0, name="reduce-sum"))
+    assert passed_rounded(every, (6, 7)) == (every, tuple(range(len(every))))
