@@ -21,16 +21,21 @@ def attended(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any)
     return jax.nn.dot_product_attention(query, key, value, implementation="cudnn", **options)
 
 
+@functools.cache
 def install() -> None:
     """Gives the kernels of both passes a lowering for CPUs, in float32."""
     x, bias = jnp.zeros((2, 8, 2, 8), jnp.bfloat16), jnp.zeros((1, 1, 8, 8), jnp.bfloat16)
     with HERE():
         step = jax.make_jaxpr(jax.grad(lambda x, bias: attended(x, x, x, bias=bias).sum().astype("float32"), (0, 1)))
         equations = step(x, bias).eqns
-    kernels = {equation.primitive.name: equation.primitive for equation in equations}
-    for name, lowering in (("fwd", _forward), ("bwd", _backward)):
-        rule = mlir.lower_fun(lowering, multiple_results=True)
-        mlir.register_lowering(kernels[f"dot_product_attention_{name}_wrapper"], rule, platform="cpu")
+    lowerings = {"dot_product_attention_fwd_wrapper": _forward, "dot_product_attention_bwd_wrapper": _backward}
+    for equation in equations:
+        if lowering := lowerings.get(equation.primitive.name):
+            within: Any = jax.make_jaxpr(functools.partial(equation.primitive.impl, **equation.params))
+            called = [inner.primitive for inner in within(*(var.aval for var in equation.invars)).eqns]
+            for kernel in (equation.primitive, *(p for p in called if p.name.startswith("dot_product_attention"))):
+                rule = mlir.lower_fun(lowering, multiple_results=True)
+                mlir.register_lowering(kernel, rule, platform="cpu")
 
 
 def _mixed(arrays: tuple[jax.Array, ...], lengths: jax.Array, params: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +45,7 @@ def _mixed(arrays: tuple[jax.Array, ...], lengths: jax.Array, params: dict[str, 
     query, key, value = ((x.swapaxes(1, 2) if rows_first else x) for x in (query, key, value))
     shared = query.shape[1] // key.shape[1]
     key, value = (jnp.repeat(x, shared, 1) for x in (key, value))
-    scores = jnp.einsum("bntd,bnsd->bnts", query, key) * params["scale"]
+    scores = jnp.einsum("bntd,bnsd->bnts", query, key) * jnp.float32(params["scale"])
     scores = scores + bias if bias.ndim == 4 else scores
     tokens, places = (jnp.arange(n) for n in scores.shape[2:])
     mask = params["mask_type"].name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.autopar.lowering.rule_cases import (
+    attention,
     convolution,
     elementwise,
     indexing,
@@ -31,5 +32,5 @@ ABSENT = elementwise.NEWER | {
 
 def cases() -> list[Case]:
     """Every case; made by a function because arrays of 64 bits need JAX to be told first."""
-    modules = (elementwise, shape, linalg, reduction, random, indexing, scatters, convolution, libraries)
+    modules = (elementwise, shape, linalg, reduction, random, indexing, scatters, convolution, libraries, attention)
     return [case for module in modules for case in module.cases()]
