@@ -77,7 +77,7 @@ def step_of(*, is_masked: bool = False, kept: bool = True, heads: int = HEADS) -
 )
 @pytest.mark.parametrize("cluster", ["8:h100", slow("8:a100-80g")])
 def test_a_gpus_compiler_agrees(cluster: str, options: dict[str, Any], planner: str) -> None:
-    """Nothing is computed whole; peaks are between 8 % too low and 10 % too high, and products and collectives are those of the plan."""
+    """Nothing is computed whole; peaks are 8 % too low to 10 % too high; products and collectives are the plan's."""
     step, arguments = step_of(**options)
     devices = autopar.topology(parse_cluster(cluster))
     parallel = autopar.parallelize(step, planner=PLANNERS[planner], devices=devices, cluster=cluster, donate_argnums=0)
