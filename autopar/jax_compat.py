@@ -1,4 +1,4 @@
-"""All that differs between JAX 0.10, 0.11 and 0.12, or is private: only `autopar.jax_cudnn` imports `jax._src`, too.
+"""Everything that differs between JAX 0.10, 0.11 and 0.12, or is private: no other module imports `jax._src`.
 
 Checked on jax 0.10.2 (Python 3.11), 0.11.2 (Python 3.12) and 0.12.0.1 (Python 3.13).
 """
@@ -23,6 +23,7 @@ from jax._src import distributed as _distributed  # no public way to the coordin
 from jax._src import effects as _effects  # no public way to ask whether an effect is ordered or names a reference
 from jax._src import source_info_util  # no public way to the user's line of an equation
 from jax._src.array import ArrayImpl as _Array  # no public name of the class, whose methods cost less than a property
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention  # no public way to trace it without a GPU
 from jax._src.lib import (
     _jax as _jaxlib,  # no public way to start the coordination service elsewhere  # pyright: ignore[reportPrivateImportUsage]
 )
@@ -37,9 +38,7 @@ from passes.ir import CALLBACKS, CONTROL
 
 Literal = jex_core.Literal
 Primitive = jex_core.Primitive
-
-# What JAX exports under these names is no type to a type checker.
-Device = Any
+Device = Any  # what JAX exports under this name and the next is no type to a type checker
 PyTreeDef = Any
 
 __all__ = [
@@ -55,6 +54,7 @@ __all__ = [
     "configuration",
     "coordination_client",
     "coordinator_host",
+    "cudnn_attention",
     "dtype_of",
     "has_ambient_mesh",
     "has_plain_type",

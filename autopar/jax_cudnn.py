@@ -1,7 +1,4 @@
-"""cuDNN's attention for GPUs that are not here: JAX asks a library and a device of this process whether they have it.
-
-There is no public way to trace it elsewhere. Beside `autopar.jax_compat`, no other module imports `jax._src`.
-"""
+"""cuDNN's attention for GPUs that are not here: JAX asks the library and a device of this process what they can do."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
-from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 
+from autopar.jax_compat import cudnn_attention
 from passes.cluster import Cluster
 
 VERSION = 91100
@@ -49,8 +46,8 @@ def assumed_cudnn(cluster: Cluster | None) -> Iterator[None]:
 def _install() -> None:
     """Puts answers of ours before JAX's own, once; outside of the context JAX's are given."""
     for name, answer in _ANSWERS.items():
-        if known := getattr(_cudnn, name, None):
-            setattr(_cudnn, name, _answering(known, answer))
+        if known := getattr(cudnn_attention, name, None):
+            setattr(cudnn_attention, name, _answering(known, answer))
 
 
 def _answering(known: Callable[..., Any], answer: int) -> Callable[..., Any]:

@@ -158,7 +158,7 @@ def without_elements(equation: Any) -> Any:
 def computed_equations(jaxpr: Any) -> list[Any]:
     """The equations of an open jaxpr, in which cuDNN's attention computes no gradient of a bias that nobody reads.
 
-    A mask is such a bias. A gradient of one for all sequences would be a sum over the batch, beside three that are not.
+    A mask is such a bias: JAX asks for the gradient of each, as large as the mask itself.
     """
     if all(equation.primitive.name != _ATTENTION_BACKWARD for equation in jaxpr.eqns):
         return jaxpr.eqns

@@ -215,9 +215,8 @@ def _carried(subproblem: Subproblem) -> Iterator[tuple[_Place, _Place]]:
         if index in subproblem.control_joins:
             yield from _through_ports(subproblem, index)
         elif rule.pinned:
-            reads, writes = (tuple(graph.types[v] for v in values) for values in (node.inputs, node.outputs))
-            for a, before, b, after in rule.cut_alike(reads, writes):
-                yield _Dim(number, node.inputs[a], before), _Dim(number, node.outputs[b], after)
+            for a, before, b, after in rule.cut_alike(node, graph):
+                yield _Dim(number, a, before), _Dim(number, b, after)
         elif rule.alias:
             for a, b in zip(node.inputs, node.outputs, strict=True):
                 yield from ((_Dim(number, a, d), _Dim(number, b, d)) for d in range(graph.types[a].rank))

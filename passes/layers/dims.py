@@ -125,10 +125,8 @@ class DimClasses:
         apart = [] if self._keeps_order else list(split_for_loop(graph, node, rule))
         for before, after in apart:
             self._unite(read[0] + before, made[0] + after)
-        if rule.pinned and not self._keeps_order:
-            reads, writes = (tuple(graph.types[v] for v in values) for values in (node.inputs, node.outputs))
-            for a, before, b, after in rule.cut_alike(reads, writes):
-                self._unite(read[a] + before, made[b] + after)
+        for a, before, b, after in [] if self._keeps_order else rule.cut_alike(node, graph):
+            self._unite(firsts[a] + before, firsts[b] + after)
         kept, summed = self._unite_factors(rule, read, made, {rule.operands[0][before] for before, _ in apart})
         if self.single and rule.single is not None:
             more = self._unite_factors(rule.single, read, made, ())

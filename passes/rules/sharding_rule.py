@@ -10,7 +10,7 @@ from functools import lru_cache
 from passes.cluster import Mesh
 from passes.device_placement import DevicePlacement
 from passes.errors import InternalError
-from passes.ir import TensorType
+from passes.ir import Graph, Node, TensorType
 from passes.rules.columns import Columns
 from passes.sharding import ShardingSpec, is_placed, placed
 
@@ -148,15 +148,20 @@ class ShardingRule:
         """Whether operands may be partial together: the result is a sum of all, or has the elements of each."""
         return any(not f.size and len(f.partial) == len(self.operands) > 1 for f in self.factors)
 
-    def cut_alike(self, operands: Types, results: Types) -> list[tuple[int, int, int, int]]:
-        """The (operand, dimension, result, dimension) of as many elements that a `shard_map` of the user's cuts by the
-        same axes: a batch goes on as one.
+    def cut_alike(self, node: Node, graph: Graph) -> list[tuple[int, int, int, int]]:
+        """The (value read, dimension, value written, dimension) of as many elements that a `shard_map` of the user's
+        cuts by the same axes: a batch goes on as one.
         """
         if not self.pinned:
             return []
+        types = graph.types
         read, written = (
-            [(n, d, axes, size) for n, spec in enumerate(side) for d, (axes, size) in _cut(spec, types[n])]
-            for side, types in zip(self.pinned, (operands, results), strict=True)
+            [
+                (v, d, axes, size)
+                for v, spec in zip(values, side, strict=True)
+                for d, (axes, size) in _cut(spec, types[v])
+            ]
+            for values, side in zip((node.inputs, node.outputs), self.pinned, strict=True)
         )
         return [(a, d, b, e) for a, d, axes, size in read for b, e, *also in written if also == [axes, size]]
 
