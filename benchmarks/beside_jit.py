@@ -1,4 +1,4 @@
-"""A data-parallel step on virtual CPU devices, timed by autopar's program and by `jax.jit` under the same shardings."""
+"""A planned step on virtual CPU devices, timed by autopar's program and by `jax.jit` under the same shardings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from benchmarks.trainings import Training
 from benchmarks.zoo import placed, planned
 
 
-def beside_jit(case: Training, devices: int, rounds: int) -> tuple[tuple[str, ...], float]:
+def beside_jit(case: Training, devices: int, rounds: int, planner: autopar.Planner) -> tuple[tuple[str, ...], float]:
     """The cells of a table (median steps by jit and by autopar, their ratio, its interval, the largest relative
     difference of results), and that difference.
     """
     by_jit = jax.jit(case.step)(case.state, case.batch)
-    compiled = planned(case, f"{devices}:cpu", autopar.DataParallel())
+    compiled = planned(case, f"{devices}:cpu", planner)
     worst = difference(compiled(jax.tree.map(jnp.copy, case.state), case.batch), by_jit)
     runners = {
         "jit": sharded(case, compiled.input_shardings[0], compiled.output_shardings),

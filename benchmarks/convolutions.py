@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import autopar
 from benchmarks.beside_jit import beside_jit, print_rows
 from benchmarks.trainings import Training
 
@@ -76,7 +77,7 @@ def training(layout: tuple[str, str, str], images: int, pixels: int, channels: i
 def row(name: str, parts: int, args: argparse.Namespace) -> tuple[tuple[str, ...], float]:
     """The cells of a layout in so many parts, and the largest relative difference."""
     case = training(LAYOUTS[name], args.images, args.pixels, args.channels, parts)
-    cells, worst = beside_jit(case, args.devices, args.rounds)
+    cells, worst = beside_jit(case, args.devices, args.rounds, autopar.DataParallel())
     return (name, str(parts), *cells), worst
 
 

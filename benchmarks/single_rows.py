@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import autopar
 from benchmarks.beside_jit import beside_jit, print_rows
 from benchmarks.trainings import Training
 
@@ -53,7 +54,7 @@ def training(rows: int, heads: int, tokens: int) -> Training:
 def row(rows: int, args: argparse.Namespace) -> tuple[tuple[str, ...], float]:
     """The cells of so many rows a device, and the largest relative difference."""
     case = training(rows * args.devices, max(1, args.heads // rows), args.tokens)
-    cells, worst = beside_jit(case, args.devices, args.rounds)
+    cells, worst = beside_jit(case, args.devices, args.rounds, autopar.DataParallel())
     return (str(rows), *cells), worst
 
 

@@ -18,6 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
 from autopar.frontend.placements import Placed, placement_of, specified
+from autopar.frontend.products import without_transposes
 from autopar.plan import axes_of
 from passes.ir import TensorType
 
@@ -156,15 +157,17 @@ def without_elements(equation: Any) -> Any:
 
 
 def computed_equations(jaxpr: Any) -> list[Any]:
-    """The equations of an open jaxpr, in which cuDNN's attention computes no gradient of a bias that nobody reads.
+    """The equations of an open jaxpr, in which no product is only transposed, and cuDNN's attention computes no
+    gradient of a bias that nobody reads.
 
     A mask is such a bias: JAX asks for the gradient of each, as large as the mask itself.
     """
-    if all(equation.primitive.name != _ATTENTION_BACKWARD for equation in jaxpr.eqns):
-        return jaxpr.eqns
-    atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
+    equations = without_transposes(jaxpr.eqns, jaxpr.outvars)
+    if all(equation.primitive.name != _ATTENTION_BACKWARD for equation in equations):
+        return equations
+    atoms = [*jaxpr.outvars, *(atom for equation in equations for atom in equation.invars)]
     read = {atom for atom in atoms if not isinstance(atom, jax_compat.Literal)}
-    return [_without_bias_gradient(equation, read) for equation in jaxpr.eqns]
+    return [_without_bias_gradient(equation, read) for equation in equations]
 
 
 def _without_bias_gradient(equation: Any, read: Collection[Any]) -> Any:
