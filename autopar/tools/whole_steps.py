@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import statistics
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,11 @@ WARM, RUNS, CALLS = 2, 9, 8
 """Runs of each training before any is timed; those of which the median counts, the trainings in turn; and calls of each
 at most, as many as take 0.1 s. On 8 devices of 2 cores, medians of such runs are within 10 % of each other; of runs of
 one training after the other, those of steps of 3 to 7 ms were up to 31 % apart."""
+
+BUSY = 1.25
+"""Wall clock over processor time from which on a machine runs other programs too, which say nothing of a step: the
+quietest of nine runs took 1.00 to 1.07 times as long alone (8 devices on 2 cores), and 1.28 to 1.59 times beside four
+busy processes."""
 
 STARTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 """How many times as long as the least kernel an operator may take to start in a step: it finds neither its code nor its
@@ -234,18 +240,28 @@ def _on(cluster: Cluster, device: DeviceSpec) -> Cluster:
 
 
 def seconds(several: Sequence[WholeStep], mesh: Mesh, devices: Sequence[Device]) -> list[float]:
-    """Median seconds of each training's step, in autopar's program of it, while every device of a mesh takes one."""
+    """Median seconds of each training's step, in autopar's program of it, while every device of a mesh takes one.
+
+    Where they are a processor's, they are as many times as long as the quietest run took by the wall clock, since the
+    cores of devices that share them are never all at work.
+    """
     clock, cores = clock_of(devices)
     calls = [alone(training, mesh, devices) for training in several]
     runs: list[list[float]] = [[] for _ in several]
+    by_wall: list[list[float]] = [[] for _ in several]
     for _ in range(WARM + RUNS):
-        for call, each in zip(calls, runs, strict=True):
-            start, count, spent = clock(), 0, 0.0
+        for call, each, waited in zip(calls, runs, by_wall, strict=True):
+            began, start, count, spent = time.perf_counter(), clock(), 0, 0.0
             while count < CALLS and spent < LONG_SECONDS * cores:
                 call()
                 count, spent = count + 1, clock() - start
             each.append(spent / cores / count)
-    return [statistics.median(each[WARM:]) for each in runs]
+            waited.append((time.perf_counter() - began) * cores / max(spent, 1e-9))
+    idle = (min(waited[WARM:]) for waited in by_wall)
+    return [
+        statistics.median(each[WARM:]) * (ratio if ratio < BUSY else 1.0)
+        for each, ratio in zip(runs, idle, strict=True)
+    ]
 
 
 def alone(training: WholeStep, mesh: Mesh, devices: Sequence[Device]) -> Call:

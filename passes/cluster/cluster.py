@@ -64,7 +64,8 @@ class DeviceSpec:
     products whose batch dimensions come after others, convolutions whose channels do not come last, and collectives
     that cut or join another dimension than the first, for their larger side. Batched products that are one call each,
     as on CPUs with the rows of the left operand last, take `product_seconds` more each; convolutions that are products
-    of patches take `pixel_seconds` for each pixel of each patch.
+    of patches take `pixel_seconds` for each pixel of each patch, and gradients of max pooling for each element of each
+    window.
 
     Host: arrays go to and from its memory at `host_bytes_per_second` (0: there is no way), by default what PCI Express
     3 x16 gives, the slowest such link of the table.

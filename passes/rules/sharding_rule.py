@@ -54,6 +54,7 @@ class ShardingRule:
     `casts`            the result is the operand in another dtype
     `permutes`         the result is the operand in another order, which a product reads and writes as it likes
     `convolves`        its operands are images and a kernel, whose order in memory and sizes matter on CPUs
+    `selects`          it looks for an element of each window, one after another on CPUs
     `in_rows`          on CPUs its arrays lie row after row, whatever order a neighbour would have them in
     `draws`            it draws random numbers
     `accumulates`      it adds up cotangents of one value, in whatever order
@@ -91,6 +92,7 @@ class ShardingRule:
     casts: bool = False
     permutes: bool = False
     convolves: bool = False
+    selects: bool = False
     in_rows: bool = False
     draws: bool = False
     accumulates: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 from passes.ir import Node
@@ -23,9 +24,10 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         for d in range(results[0].rank)
     ]
     window = size_of(cast("tuple[int, ...]", node.params["window_dimensions"]))
-    return build(
+    base = build(
         [(t, labels if t.rank else ()) for t in operands],
         [(t, labels) for t in results],
         flops=float(window * min(t.size for t in (*operands, *results) if t.rank)),
         light=False,
     )
+    return replace(base, selects=node.primitive in {"select_and_scatter", "select_and_scatter_add"})

@@ -114,6 +114,22 @@ def test_every_device_takes_a_step_of_its_own(count: int, training: WholeStep):
     assert 0 < spent < 1
 
 
+@pytest.mark.parametrize(("wall", "expected"), [(1.1, 1.1), (1.6, 1.0)], ids=["alone", "beside other programs"])
+def test_seconds_are_of_the_wall_clock_where_nothing_else_runs(
+    monkeypatch: pytest.MonkeyPatch, wall: float, expected: float
+):
+    spent = [0.0]  # a step takes 0.2 s of two cores
+
+    def step() -> None:
+        spent[0] += 0.2
+
+    monkeypatch.setattr(whole_steps, "alone", lambda training, mesh, devices: step)
+    monkeypatch.setattr(whole_steps, "clock_of", lambda devices: (lambda: spent[0], 2))
+    monkeypatch.setattr(whole_steps.time, "perf_counter", lambda: spent[0] / 2 * wall)
+    mesh = Mesh(axes=("d",), sizes=(2,), cluster=parse_cluster("2:cpu"))
+    assert whole_steps.seconds([SEVERAL[0]], mesh, jax.devices()[:2]) == [pytest.approx(0.1 * expected)]
+
+
 def test_two_trainings_do_not_say_how_long_an_operator_takes_to_start(monkeypatch: pytest.MonkeyPatch):
     cluster = parse_cluster("2:a100-80g")
     mesh = Mesh(axes=("d",), sizes=(2,), cluster=cluster)

@@ -112,21 +112,42 @@ def convolution(images: int, pixels: int, into: int, out: int, window: int) -> G
     return autopar.parallelize(run, cluster="8:h100").step(x, kernel).graph
 
 
+def slow_at_pixels() -> Mesh:
+    """8 devices that take a millisecond for each pixel of a patch."""
+    device = dataclasses.replace(parse_cluster("8:h100").group().device, pixel_seconds=1e-3)
+    plain = cluster(0.0)
+    slow = dataclasses.replace(plain, groups=(dataclasses.replace(plain.group(), device=device),))
+    return Mesh(axes=("x",), sizes=(8,), cluster=slow)
+
+
 def test_each_device_puts_its_patches_together():
     graph = convolution(8, 4, 16, 32, 3)
     (node,) = graph.nodes
     rule, reads = rule_of(node, graph), [graph.types[v] for v in node.inputs]
     images, channels, features = rule.operands[0][0], rule.operands[0][3], rule.results[0][3]
-    device = dataclasses.replace(parse_cluster("8:h100").group().device, pixel_seconds=1e-3)
-    plain = cluster(0.0)
-    slow = dataclasses.replace(plain, groups=(dataclasses.replace(plain.group(), device=device),))
-    on = Mesh(axes=("x",), sizes=(8,), cluster=slow)
+    on = slow_at_pixels()
     whole = 8 * 4 * 4 * 9 * 1e-3
     assert rearranging_seconds(rule, reads, (), on) == pytest.approx(whole)
     of_all = rearranging_seconds(rule, reads, (), on)
     assert rearranging_seconds(rule, reads, (("x", images),), on) == pytest.approx(of_all / 8)
     for same in (channels, features):
         assert rearranging_seconds(rule, reads, (("x", same),), on) == pytest.approx(of_all)
+
+
+def test_each_device_goes_through_its_windows():
+    def pooled(x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME") ** 2)
+
+    graph = autopar.parallelize(jax.grad(pooled), cluster="8:h100").step(jnp.zeros((8, 16, 16, 4))).graph
+    (node,) = (node for node in graph.nodes if node.primitive == "select_and_scatter_add")
+    rule, reads = rule_of(node, graph), [graph.types[v] for v in node.inputs]
+    on = slow_at_pixels()
+    whole = 8 * 8 * 8 * 4 * 9 * 1e-3
+    assert rearranging_seconds(rule, reads, (), on) == pytest.approx(whole)
+    images = rule.results[0][0]
+    assert rearranging_seconds(rule, reads, (("x", images),), on) == pytest.approx(whole / 8)
+    (highest,) = (node for node in graph.nodes if node.primitive == "reduce_window_max")
+    assert rearranging_seconds(rule_of(highest, graph), reads[:1], (), on) == 0.0
 
 
 def gradients(layouts: tuple[str, str, str], groups: int = 1) -> Graph:
