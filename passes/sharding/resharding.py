@@ -9,6 +9,7 @@ A chain of single-axis steps compiles exactly as planned where one jump does not
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,7 @@ from typing import Literal, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.cluster import Mesh, collectives
+from passes.cluster import CPU, Mesh, collectives
 from passes.errors import InternalError
 from passes.ir import TensorType
 from passes.sharding.behind import PACKED_NBYTES, Behind, Seconds, packs
@@ -250,12 +251,18 @@ class Resharder:
         return self._singles[key]
 
     def _step_seconds(self, type: TensorType, moves: _Moves, behind: Behind | None) -> Seconds:
-        """Seconds of every single step, as `_single_steps` has them."""
+        """Seconds of every single step, as `_single_steps` has them.
+
+        On CPUs and GPUs a collective that cuts or joins a dimension inside others moves pieces with that dimension
+        first. If elements change their order at no cost, the larger side has a layout that suits its readers, and the
+        smaller side is copied. TPUs move tiles.
+        """
         device = self.mesh.cluster.group().device
         cost = np.zeros(len(moves.routes.steps))
         payload = type.nbytes / moves.payload_parts
         rearranged = _strided(type, moves) * payload
         strided = 1 / device.strided_bytes_per_second if device.strided_bytes_per_second else 0.0
+        in_rows = not strided and (device.cores > 0 or device.name == CPU)
         for step, members in moves.routes.classes:
             copied = 2 * payload[members] / device.memory_bytes_per_second
             if step.kind in self.mesh.forbidden:
@@ -272,6 +279,9 @@ class Resharder:
                     cost[members] = exposed * np.minimum(cost[members], together)
                 # In a bucket, the launch is that of the kernel that packs the array.
                 cost[members] += device.launch_seconds + strided * rearranged[members]
+                if in_rows:
+                    parts = 1 if step.kind == "all_to_all" else math.prod(map(self.mesh.axis_size, step.axes))
+                    cost[members] += 2 * rearranged[members] / parts / device.memory_bytes_per_second
         divisible = (np.array(type.shape, dtype=np.int64) % moves.parts == 0).all(axis=1)
         if 0 in type.shape:  # never cut
             divisible &= (moves.parts == 1).all(axis=1)

@@ -72,11 +72,19 @@ def price(step: Step, spec: ShardingSpec, type: TensorType, mesh: Mesh) -> float
     if step.is_local:
         return device.launch_seconds / 4 + 2 * nbytes / device.memory_bytes_per_second
     seconds = device.launch_seconds + collectives.seconds(step.kind, nbytes, mesh.group(step.axes))
+    return seconds + copying(step, spec, type, mesh)
+
+
+def copying(step: Step, spec: ShardingSpec, type: TensorType, mesh: Mesh) -> float:
+    """Seconds in which the pieces of a collective are brought into its order in memory, or out of it."""
+    device = mesh.cluster.group().device
+    sizes = [s.local_nbytes(type, mesh) for s in (spec, step.apply(spec))]
     local = spec.local_shape(type.shape, mesh)
-    seams = [d for d in (step.dim, step.to_dim) if d >= 0 and math.prod(local[:d]) > 1]
+    seams = len([d for d in (step.dim, step.to_dim) if d >= 0 and math.prod(local[:d]) > 1])
     if device.strided_bytes_per_second:
-        seconds += len(seams) * nbytes / device.strided_bytes_per_second
-    return seconds
+        return seams * max(sizes) / device.strided_bytes_per_second
+    copied = max(sizes) if step.kind == "all_to_all" else min(sizes)
+    return seams * 2 * copied / device.memory_bytes_per_second if device.cores else 0.0
 
 
 def shortest(start: ShardingSpec, type: TensorType, mesh: Mesh) -> dict[ShardingSpec, float]:
@@ -107,6 +115,20 @@ def test_no_chain_is_cheaper(mesh: Mesh, type: TensorType) -> None:
         wanted = shortest(source, type, mesh)
         found = {spec: resharder.cost(type, source, spec) for spec in every}
         assert found == pytest.approx({spec: wanted.get(spec, math.inf) for spec in every}, rel=1e-12)
+
+
+@pytest.mark.parametrize("cluster", ["8:a100-80g", "8:cpu"])
+def test_of_two_dimensions_alike_the_first_is_gathered_at_least_cost(cluster: str) -> None:
+    resharder = Resharder(Mesh(axes=("x",), sizes=(8,), cluster=parse_cluster(cluster)))
+    whole, summed = replicated(3), ShardingSpec(dims=((), (), ()), partial=("x",))
+    for type in (tensor(64, 64, 64), tensor(64, 1024, 64)):
+        cut = [parse_spec(f"[{', '.join('x' if d == dim else '-' for d in range(3))}]") for dim in range(3)]
+        gathering, scattering = (
+            [resharder.cost(type, *ends) for ends in several]
+            for several in ([(spec, whole) for spec in cut], [(summed, spec) for spec in cut])
+        )
+        assert gathering[0] < min(gathering[1:]) < 1.5 * gathering[0]
+        assert scattering[0] < min(scattering[1:]) < 1.5 * scattering[0]
 
 
 @pytest.mark.parametrize("reduction", ["max", "mul"])
@@ -238,10 +260,11 @@ def test_behind_computing_the_chain_that_runs_is_priced(kinds: tuple[collectives
     for before, after in itertools.product(resharder.placements(2), repeat=2):
         spec, seconds = before, 0.0
         for step in resharder.steps(type, before, after):
-            spec, single = step.apply(spec), price(step, spec, type, TWO_AXES)
+            before_step, spec, single = spec, step.apply(spec), price(step, spec, type, TWO_AXES)
             hidden = TWO_AXES.cluster.group().device.collective_overlap if step.kind in kinds else 0.0
             launch = TWO_AXES.cluster.group().device.launch_seconds
-            seconds += single - hidden * (single - launch)
+            beside = launch + copying(step, before_step, type, TWO_AXES)
+            seconds += single - hidden * (single - beside)
         assert resharder.cost(type, before, after, behind) == pytest.approx(seconds, rel=1e-9)
         less += seconds < resharder.cost(type, before, after) * (1 - 1e-9)
     assert less > 20
