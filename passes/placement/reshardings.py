@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, Self
 
 from passes.cluster import Collective, Kind, Mesh
@@ -132,9 +133,14 @@ class Steps(Protocol):
 
 
 @without_gc()
-def resharding_plan(graph: Graph, layout: Layout, resharder: Steps, *, regather: bool = True) -> ReshardingPlan:
-    """The reshardings that a layout implies; with `regather`, weights are gathered again for the backward pass."""
-    return _Moving(graph, shared(layout), resharder, regather).run()
+def resharding_plan(
+    graph: Graph, layout: Layout, resharder: Steps, *, regather: bool = True, in_turn: bool = False
+) -> ReshardingPlan:
+    """The reshardings that a layout implies; with `regather`, weights are gathered again for the backward pass.
+
+    Passes that run `in_turn`, as a pipeline's do for each microbatch, share no collective.
+    """
+    return _Moving(graph, shared(layout), resharder, regather, in_turn).run()
 
 
 class _Moving:
@@ -144,8 +150,9 @@ class _Moving:
     For values that are partial at home, `reduced` is the placement after their first reduction: there is no second.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, resharder: Steps, regather: bool) -> None:
+    def __init__(self, graph: Graph, layout: Layout, resharder: Steps, regather: bool, in_turn: bool) -> None:
         self.graph, self.layout, self.resharder, self.regather = graph, layout, resharder, regather
+        self.in_turn = in_turn
         self.weights = weights(graph) if regather else frozenset[int]()
         self.home: dict[int, ShardingSpec] = dict(zip(graph.inputs, layout.inputs, strict=True))
         self.home |= {value: replicated(graph.types[value].rank) for value in graph.constants}
@@ -168,7 +175,8 @@ class _Moving:
                 continue
             if placement.bodies:
                 inner = zip(node.subgraphs, placement.bodies, strict=True)
-                plans = [resharding_plan(b, inside, self.resharder, regather=self.regather) for b, inside in inner]
+                inside_of = partial(resharding_plan, resharder=self.resharder, regather=self.regather, in_turn=True)
+                plans = [inside_of(body, inside) for body, inside in inner]
                 bodies[index] = _by_row(node, placement, plans)
             operands = [
                 (value, spec)
@@ -195,8 +203,10 @@ class _Moving:
                 is_sum = move.before.partial and move.before.reduction == "add" and move.after_value is None
                 if not is_sum or not self.resharder.is_packed(type, move.after, move.steps):
                     continue
-                packs = gathered.setdefault((move.steps, type.dtype), [])
-                if packs and graph.producers.get(move.value, -1) < packs[-1][0]:
+                producer = graph.producers.get(move.value, -1)
+                turn = phase(graph.nodes[producer]) if self.in_turn and producer >= 0 else None
+                packs = gathered.setdefault((move.steps, type.dtype, turn), [])
+                if packs and producer < packs[-1][0]:
                     packs[-1][1].append(move)
                 else:
                     packs.append((index, [move]))
