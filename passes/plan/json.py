@@ -26,12 +26,12 @@ from passes.memory import Holder
 from passes.placement import Layout, Placement
 from passes.plan.parts import MemoryReport, Operator
 from passes.plan.text import placement_text
-from passes.sharding import ShardingSpec, parse_spec
+from passes.sharding import REDUCTIONS, ShardingSpec, parse_spec
 
 _SPEC = re.compile(r"\[[^\[\]]*\](?: \w+@[^\s\[\]]+)?")
 _AXIS = r"[^\s\[\],+@-][^\s\[\],+@]*"
 _DIM = rf"(?:-|{_AXIS}(?:\+{_AXIS})*)"
-_WELL_FORMED = re.compile(rf"\[(?:{_DIM}(?:, {_DIM})*)?\](?: (?:add|max|min|mul|or|and)@{_AXIS}(?:\+{_AXIS})*)?")
+_WELL_FORMED = re.compile(rf"\[(?:{_DIM}(?:, {_DIM})*)?\](?: (?:{'|'.join(REDUCTIONS)})@{_AXIS}(?:\+{_AXIS})*)?")
 
 
 def version() -> str:
@@ -273,7 +273,7 @@ def _operator_to_json(operator: Operator) -> list[object]:
 def operators_from_json(
     entries: Sequence[object], mesh: Mesh, within: str = "", parsed: dict[str, Placement] | None = None
 ) -> tuple[Operator, ...]:
-    """The operators of all runs, in order; `known` caches placements by their text."""
+    """The operators of all runs, in order; `parsed` has the placements so far, by their text."""
     parsed = {} if parsed is None else parsed
     operators: list[Operator] = []
     for r, entry in enumerate(entries):

@@ -13,14 +13,17 @@ ANY = "any"
 """The reduction of whether any row of a loop goes on: an `or`, which devices need not make that share nothing else in
 the loop."""
 
+REDUCTIONS = ("add", "max", "min", "or", "and", ANY)
+"""The reductions that partial values may still need."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingSpec:
     """The placement of a value: `dims[d]` are the mesh axes that cut dimension d, major first; `partial` are axes still
     to be reduced.
 
-    All partial axes of a value share one `reduction` (`add`, `max`, `min`, `mul`, `or`, `and`, `ANY`). Axes named
-    nowhere hold copies. Only the last axis of a dimension can be added for free or gathered alone.
+    All partial axes of a value share one `reduction`, one of `REDUCTIONS`. Axes named nowhere hold copies. Only the
+    last axis of a dimension can be added for free or gathered alone.
     """
 
     dims: tuple[tuple[str, ...], ...]

@@ -17,7 +17,7 @@ from passes.ir import TensorType
 from passes.placement import Placement
 from passes.plan import Operator, Plan, Solution
 from passes.plan.json import text
-from passes.sharding import parse_spec, replicated
+from passes.sharding import REDUCTIONS, ShardingSpec, parse_spec, replicated
 from tests.passes.plan.made_up import CLUSTER, DOWN, GRAPH, floats, make_other, make_plan
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -89,6 +89,16 @@ def test_a_file_gives_the_plan_back(plan, tmp_path):
     plan.save(path)
     assert Plan.load(path) == plan
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_placement_that_is_partial_in_any_way_is_read_back(plan, reduction):
+    """A batch of loops, each of which ends by itself, asks whether `any` row goes on."""
+    partial = ShardingSpec(dims=((), ("data",)), partial=("tensor",), reduction=reduction)
+    first, *others = plan.operators
+    placement = replace(first.placement, results=(partial,))
+    changed = replace(plan, operators=(replace(first, placement=placement), *others))
+    assert Plan.from_json(json.loads(text(changed.to_json()))).operators == changed.operators
 
 
 def test_golden_json(plan):
