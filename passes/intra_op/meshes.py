@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 from passes.cluster import Cluster, Mesh, shapes
@@ -61,7 +62,7 @@ def allowed(graph: Graph, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
                 remedy,
             )
         )
-    return [Mesh(axes=names, sizes=sizes, cluster=same[0].cluster)]
+    return [replace(same[0], axes=names, sizes=sizes)]
 
 
 def _mesh(cluster: Cluster, sizes: tuple[int, ...]) -> Mesh:
