@@ -43,11 +43,11 @@ def _runs(axes: Sequence[str], mesh: Mesh) -> Runs:
 
 
 def _axes(runs: Runs, mesh: Mesh) -> tuple[str, ...]:
-    """The axes that lie within the runs of devices, major first."""
+    """The axes of several devices that lie within the runs of devices, major first."""
     strides = _strides(mesh)
     return tuple(
         axis
         for pieces, stride in runs
         for axis in mesh.axes
-        if stride <= strides[axis] and strides[axis] * mesh.axis_size(axis) <= stride * pieces
+        if stride <= strides[axis] < strides[axis] * mesh.axis_size(axis) <= stride * pieces
     )

@@ -13,7 +13,7 @@ from passes.device_placement import DevicePlacement, joined
 from passes.sharding import ShardingSpec, boundaries, is_placed, spec_on
 
 CLUSTER = parse_cluster("12:a100-80g")
-SIZES = [(12,), (3, 4), (4, 3), (2, 6), (6, 2), (2, 2, 3), (3, 2, 2), (2, 3, 2)]
+SIZES = [(12,), (3, 4), (4, 3), (2, 6), (6, 2), (2, 2, 3), (3, 2, 2), (2, 3, 2), (2, 1, 6)]
 
 
 def mesh_of(sizes: tuple[int, ...]) -> Mesh:
@@ -67,6 +67,12 @@ def test_an_open_dimension_may_lie_anyhow_and_what_is_whole_on_any_mesh():
     assert is_placed([(), ()], DevicePlacement(devices=5, dims=((), ())), mesh)
     assert not is_placed([("y",)], DevicePlacement(devices=4, dims=(((4, 1),),)), mesh)
     assert str(placement) == "[any, 4@1] of 12 devices"
+
+
+def test_an_axis_of_one_device_between_two_dimensions_cuts_neither():
+    """A `shard_map` may name such an axis, and a spec may name no axis twice."""
+    spec = spec_on(DevicePlacement(devices=12, dims=(((2, 6),), ((6, 1),))), mesh_of((2, 1, 6)))
+    assert spec == ShardingSpec(dims=(("x",), ("z",)))
 
 
 def test_runs_are_joined_where_devices_follow_each_other():
