@@ -75,8 +75,8 @@ class PlanMismatchError(PlanningError):
 class InternalError(Exception):
     """The error of a broken invariant of autopar itself; please report it with the plan and the traceback."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(f"{message}. This is a bug in autopar; please report it with this traceback.")
+    def __str__(self) -> str:
+        return f"{super().__str__()}. This is a bug in autopar; please report it with this traceback."
 
 
 def explain(what: str, rule: str, context: str, remedy: str) -> str:
