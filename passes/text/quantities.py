@@ -24,6 +24,8 @@ def seconds(value: float) -> str:
 
 def nbytes(value: float) -> str:
     """Bytes in powers of 1024: `17 B`, `4.50 GiB`."""
+    if not math.isfinite(value):
+        return f"{value:g} B"
     power = 0
     while _digits(abs(value) / 1024**power) >= 1000 and power < len(_NBYTES) - 1:
         power += 1

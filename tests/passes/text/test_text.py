@@ -38,6 +38,7 @@ def test_seconds(value, written):
         (1536, "1.50 KiB"),
         (1023 * 1024, "1.00 MiB"),
         (4.5 * 2**30, "4.50 GiB"),
+        (float("inf"), "inf B"),
         (5000 * 2**50, "5000 PiB"),
     ],
 )
