@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.inter_op.choices import Candidate, Places, StageTable
-from passes.inter_op.schedule_registry import build
+from passes.inter_op.schedule_registry import SCHEDULES, Builder, build
 from passes.inter_op.schedules import in_flight
 
 Floats = NDArray[np.float64]
@@ -235,7 +235,6 @@ FORMULAS = frozenset(("gpipe", "1f1b", "eager-1f1b", "zero-bubble-h1"))
 """The schedules of which `in_flight_counts` has a formula."""
 
 
-@cache
 def in_flight_counts(schedule: str, n_stages: int, microbatches: int) -> tuple[int, ...]:
     """The number of microbatches in flight on each stage [stages], by a formula for the schedules of `FORMULAS`."""
     remaining = range(n_stages, 0, -1)
@@ -249,4 +248,11 @@ def in_flight_counts(schedule: str, n_stages: int, microbatches: int) -> tuple[i
         case "zero-bubble-h1":
             return (min(microbatches, n_stages),) * n_stages
         case _:
-            return in_flight(build(schedule, n_stages, microbatches))
+            return _counted(SCHEDULES.get(schedule), schedule, n_stages, microbatches)
+
+
+@cache
+def _counted(builder: Builder | None, schedule: str, n_stages: int, microbatches: int) -> tuple[int, ...]:
+    """The counts of a schedule's tasks; `builder` is the function under that name, and part of the cache's key."""
+    del builder
+    return in_flight(build(schedule, n_stages, microbatches))

@@ -9,6 +9,7 @@ from hypothesis import given
 
 from passes.errors import PlanningError
 from passes.inter_op import SCHEDULES, Schedule, Task, build, is_chunked, register, schedule_registry
+from passes.inter_op.costs import in_flight_counts
 from passes.inter_op.schedule_registry import (
     Builder,
     eager_one_f_one_b,
@@ -341,6 +342,14 @@ def test_a_schedule_defined_again_replaces_itself(monkeypatch: pytest.MonkeyPatc
     register("mine")(define())
     again = register("mine")(define())
     assert schedule_registry.SCHEDULES["mine"] is again
+
+
+def test_a_schedule_defined_again_has_its_own_in_flight_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search weighed the new one by what the old one kept in flight."""
+    monkeypatch.setitem(SCHEDULES, "mine", gpipe)
+    assert in_flight_counts("mine", 2, 8) == (8, 8)
+    monkeypatch.setitem(SCHEDULES, "mine", one_f_one_b)
+    assert in_flight_counts("mine", 2, 8) == (2, 1)
 
 
 @pytest.mark.parametrize(
