@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
@@ -10,7 +9,7 @@ from typing import TypeVar
 from passes.cluster import Collective
 from passes.errors import PlanningError, explain
 from passes.plan.parts import Operator
-from passes.plan.text import common, everything, placement_text, short
+from passes.plan.text import around_numbers, common, everything, placement_text, short
 from passes.sharding import ShardingSpec
 from passes.text import Column, Table, quantities
 
@@ -192,9 +191,9 @@ def _collectives_table(tensors: Sequence[Amount], sent: Sequence[Amount]) -> Tab
 
 
 def _inputs_table(changes: Sequence[Change]) -> Table:
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    groups: dict[tuple[tuple[str, ...], str, str], list[str]] = {}
     for c in changes:
-        groups.setdefault((re.sub(r"\d+", "*", c.name), c.before, c.after), []).append(c.name)
+        groups.setdefault((around_numbers(c.name), c.before, c.after), []).append(c.name)
     return Table(
         title=f"inputs placed otherwise: {len(changes):,}",
         columns=(

@@ -207,10 +207,10 @@ def _layer_cells(layer: LayerCost, total: float) -> tuple[str, ...]:
 def inputs_table(names: Sequence[str], types: Sequence[TensorType], specs: Sequence[ShardingSpec], mesh: Mesh) -> Table:
     """The sharded inputs, equal ones of numbered names in one row, and how much the replicated ones hold."""
     shown = types or (None,) * len(specs)
-    groups: dict[tuple[str, TensorType | None, ShardingSpec], list[str]] = {}
+    groups: dict[tuple[tuple[str, ...], TensorType | None, ShardingSpec], list[str]] = {}
     for name, type, spec in zip(names, shown, specs, strict=True):
         if not spec.is_replicated:
-            groups.setdefault((re.sub(r"\d+", "*", name), type, spec), []).append(name)
+            groups.setdefault((around_numbers(name), type, spec), []).append(name)
     columns = (
         Column(heading="input", flexible=True),
         Column(heading="count", right=True),
@@ -229,6 +229,11 @@ def inputs_table(names: Sequence[str], types: Sequence[TensorType], specs: Seque
         rows=tuple(rows),
         note=f"{quantities.count(len(copies), 'input')} whole on every device{total}" if copies else "",
     )
+
+
+def around_numbers(name: str) -> tuple[str, ...]:
+    """The text before, between and after the numbers of a name, equal for names that `common` takes together."""
+    return tuple(re.split(r"\d+", name))
 
 
 def common(names: Sequence[str]) -> str:
