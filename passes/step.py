@@ -133,6 +133,7 @@ class FusedStep(Step):
             graph=fused_attention(step.graph),
             state_pairs=step.state_pairs,
             donated=step.donated,
+            rows=step.rows,
             named=step.named,
             chosen=step.chosen,
             left_out=step.left_out,
