@@ -44,7 +44,7 @@ class TensorType:
 
     @property
     def item_nbytes(self) -> int:
-        """Bytes of memory of one element; a typed PRNG key counts as two 32-bit words."""
+        """Bytes of memory of one element; a typed PRNG key counts as the 32-bit words of its data."""
         return 0 if self.fused else item_nbytes(self.dtype)
 
     @property
@@ -81,7 +81,7 @@ def item_nbytes(dtype: str) -> int:
     if dtype in _ITEM_NBYTES:
         return _ITEM_NBYTES[dtype]
     if dtype.startswith("key<"):
-        return 8
+        return 8 if dtype == "key<fry>" else 16  # threefry has two words, rbg and unsafe_rbg four
     if dtype.startswith(("float8_", "float6_", "float4_")):
         return 1
     digits = "".join(c for c in dtype if c.isdigit())
@@ -173,7 +173,8 @@ class Graph:
         """The subgraph of these nodes, as a program of its own whose values keep their numbers."""
         picked = tuple(self.nodes[i] for i in nodes)
         read = {value for node in picked for value in node.inputs}.union(outputs)
-        names = dict(zip((*self.inputs, *self.outputs), (*self.input_names, *self.output_names), strict=False))
+        entering = dict(zip(self.inputs, self.input_names, strict=False))
+        leaving = dict(zip(self.outputs, self.output_names, strict=False))
         return Graph(
             types=self.types,
             nodes=picked,
@@ -181,8 +182,8 @@ class Graph:
             outputs=tuple(outputs),
             constants=tuple(value for value in self.constants if value in read),
             literals={value: number for value, number in self.literals.items() if value in read},
-            input_names=tuple(names.get(value, "") for value in inputs),
-            output_names=tuple(names.get(value, "") for value in outputs),
+            input_names=tuple(entering.get(value, leaving.get(value, "")) for value in inputs),
+            output_names=tuple(leaving.get(value, entering.get(value, "")) for value in outputs),
         )
 
     def verify(self) -> None:
