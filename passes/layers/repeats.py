@@ -66,7 +66,7 @@ def in_blocks(body: Graph, n_layers: int, left_out: int = 0, also: Sequence[int]
     nodes = forward_nodes(body)
     flops = work(body, nodes)
     repeated = _blocks(body, nodes, flops, 0.0 if left_out else COVERED)
-    firsts = tuple(sorted({0, *repeated}))
+    firsts = (0, *(first for first in repeated if first > nodes[0]))  # what precedes is on every stage
     if len(firsts) + left_out < n_layers:
         return _uneven(body, n_layers, also)
     order = list(range(len(firsts)))

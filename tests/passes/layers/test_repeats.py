@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 
+import jax.numpy as jnp
 import pytest
 
+from autopar.frontend import trace
 from passes.errors import PlanningError
 from passes.ir import Graph, Node, TensorType
 from passes.layers import blocks, in_blocks
@@ -141,6 +143,19 @@ def least_heaviest(loads: list[float], parts: int) -> float:
     if parts == 1:
         return sum(loads)
     return min(max(sum(loads[:n]), least_heaviest(loads[n:], parts - 1)) for n in range(1, len(loads) - parts + 2))
+
+
+def test_blocks_after_a_transposed_input_leave_no_empty_one_before_them() -> None:
+    """Every stage transposes its input, which counted as a block: of 5 stages, the first had nothing to compute."""
+
+    def loss(weights, x):
+        y = x.T
+        for weight in weights:
+            y = jnp.tanh(weight @ y)
+        return jnp.mean(y)
+
+    graph = trace(loss, ([jnp.ones((8, 8))] * 4, jnp.ones((ROWS, 8))), {}, donate_argnums=()).graph
+    assert in_blocks(graph, 2).firsts == (0, 3, 5, 7, 9)
 
 
 def test_more_layers_than_blocks_are_cut_anywhere() -> None:
