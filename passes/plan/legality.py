@@ -157,6 +157,9 @@ def is_legal(placement: Placement, rule: ShardingRule, mesh: Mesh) -> bool:
 
 
 def _illegal(placement: Placement, legal: frozenset[Placement], mesh: Mesh, where: str) -> PlanMismatchError:
+    if not legal:
+        return PlanMismatchError(f"{where}: mesh {mesh} has no axes for the cut that the function asks for")
+
     def distance(candidate: Placement) -> tuple[int, str]:
         pairs = zip((*candidate.operands, *candidate.results), (*placement.operands, *placement.results), strict=True)
         return sum(a != b for a, b in pairs), placement_text(candidate)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh as Devices
+from jax.sharding import NamedSharding, PartitionSpec
 
+import autopar
 from passes.cluster import Mesh, parse_cluster
+from passes.errors import PlanMismatchError
 from passes.ir import TensorType
 from passes.placement import Placement
+from passes.plan import Plan
 from passes.plan.legality import is_legal, placements
 from passes.rules import ShardingRule, build
 
@@ -51,3 +59,13 @@ def test_the_quick_test_agrees_with_the_list(text: str, mesh: Mesh):
     ]
     mixed = random.Random(0).sample(mixed, min(300, len(mixed)))
     assert [is_legal(p, parsed_rule, mesh) for p in mixed] == [p in set(legal) for p in mixed]
+
+
+def test_a_mesh_on_which_a_constraint_cannot_be_met_is_refused():
+    """There was no nearest legal placement to name: the error was a ValueError of min()."""
+    halves = NamedSharding(Devices(np.array(jax.devices()).reshape(2, 4), ("x", "y")), PartitionSpec("x"))
+    args = (jnp.ones((64, 64)),)
+    parallel = autopar.parallelize(lambda x: jax.lax.with_sharding_constraint(jnp.tanh(x), halves), cluster="8:cpu")
+    edited = Plan.from_json({**parallel.plan(*args).to_json(), "mesh": {"x": 8}})
+    with pytest.raises(PlanMismatchError, match="mesh x=8 has no axes for the cut that the function asks for"):
+        edited.check(parallel.step(*args).graph)
