@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from passes.cluster import collectives
+from passes.errors import PlanMismatchError
 from passes.gc_pause import without_gc
 from passes.intra_op.assembly import Assembly
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import model_flops
-from passes.intra_op.offloading import away, offloaded_nbytes, transfer_seconds
+from passes.intra_op.offloading import away, idle_state, offloaded_nbytes, transfer_seconds
 from passes.ir import PHASES, Graph, Phase, StatePairs
 from passes.memory import peak
 from passes.placement import Grouping, Occurrence, Pack, ReshardingPlan, group, occurrences, resharding_plan
@@ -79,8 +80,9 @@ def accounted(plan: Plan, graph: Graph, state_pairs: StatePairs, donated: Sequen
     """The plan with the collectives, seconds and bytes that follow from its placements.
 
     An edited plan still has the numbers of the plan that it was made of. How far it is from the optimum is then
-    unknown.
+    unknown. Raises PlanMismatchError where it offloads anything but state that the apply phase alone reads.
     """
+    _check_offloaded(plan, graph, state_pairs)
     layout, mesh, resharder, grouping = plan.layout, plan.mesh, Resharder(plan.mesh), group(graph)
     reshardings = resharding_plan(graph, layout, resharder, regather=plan.regather)
     sent = collectives_of(graph, reshardings, mesh)
@@ -129,6 +131,18 @@ def _uncut(graph: Graph, grouping: Grouping) -> Iterator[str]:
         if index in grouping.controls:
             for body, inner in zip(grouping.controls[index].bodies, grouping.bodies[index], strict=True):
                 yield from _uncut(body.graph, inner)
+
+
+def _check_offloaded(plan: Plan, graph: Graph, state_pairs: StatePairs) -> None:
+    """Raises PlanMismatchError where a plan offloads anything but state that the apply phase alone reads."""
+    idle = idle_state(graph, state_pairs) if plan.offloaded else ()
+    busy = [i for i in plan.offloaded if i not in idle]
+    if busy:
+        name = plan.input_names[busy[0]] if plan.input_names else busy[0]
+        raise PlanMismatchError(
+            f"input {name} is offloaded, and is no state that the apply phase alone reads; leave {busy[0]} out of the "
+            "plan's `offloaded`"
+        )
 
 
 def _alike(these: Mapping[str, float], those: Mapping[str, float]) -> bool:

@@ -15,7 +15,7 @@ from autopar import Plan
 from autopar.errors import ArgumentError
 from autopar.frontend import trace
 from passes.cluster import parse_cluster
-from passes.errors import OverBudgetError, PlanningError
+from passes.errors import OverBudgetError, PlanMismatchError, PlanningError
 from passes.intra_op import MeshProblems, MeshSearch, cheapest_variant, hand_made, memory_limit, named, restrictions
 from passes.limits import Limits
 from passes.solver import SolverOptions, solve
@@ -167,3 +167,6 @@ def test_offloaded_inputs_of_a_file_are_checked():
     plan = autopar.parallelize(momentum_step, planner=autopar.DataParallel()).plan(*wide())
     with pytest.raises(PlanningError, match=r"offloaded\[0\]"):
         Plan.from_json({**plan.to_json(), "offloaded": [99]})
+    edited = Plan.from_json({**plan.to_json(), "offloaded": [0, 1, 2, 3]})
+    with pytest.raises(PlanMismatchError, match=r"input state\[0\].* is offloaded, and is no state"):
+        autopar.parallelize(momentum_step, planner=autopar.Manual(edited)).plan(*wide())
