@@ -64,8 +64,8 @@ def _inside(
         reshardings.bodies[index],
         strict=True,
     )
-    peaks = [_peak_node(b.graph, inner, mesh, layouts, reshardings) for b, inner, layouts, reshardings in bodies]
-    largest = max(range(len(peaks)), key=lambda body: peaks[body][0])
+    peaks = [_peak_node(body.graph, inner, mesh, layouts, moves) for body, inner, layouts, moves in bodies]
+    largest = max(range(len(peaks)), key=lambda number: peaks[number][0])
     nbytes, path = peaks[largest]
     return nbytes, ((index, largest), *path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,19 +28,24 @@ def coordinate_descent(problem: ShardingProblem, choice: Sequence[int]) -> tuple
     current, around = list(choice), problem.around
     tables, usage = _Tables(problem, current), _Usage(problem, current)
     stale = [True] * len(current)
-    for node in (node for _ in range(_ROUNDS) if any(stale) for node in range(len(current)) if stale[node]):
-        keep, stale[node] = current[node], False
-        seconds, nbytes = tables.of(node)
-        costs = seconds if nbytes is None else seconds + usage.penalties(nbytes, keep)
-        if costs[keep] <= costs.min():
-            continue
-        current[node] = int(np.argmin(costs))
-        if nbytes is not None:
-            usage.change(nbytes, keep, current[node])
-            stale = [True] * len(current)
-        for edge in (edge for edges in around[node] for edge in edges):
-            stale[edge.source] = stale[edge.target] = True
-        tables.moved(node)
+    for _ in range(_ROUNDS):
+        for node, keep in enumerate(current):
+            if not stale[node]:
+                continue
+            stale[node] = False
+            seconds, nbytes = tables.of(node)
+            costs = seconds if nbytes is None else seconds + usage.penalties(nbytes, keep)
+            if costs[keep] <= costs.min():
+                continue
+            current[node] = int(np.argmin(costs))
+            if nbytes is not None:
+                usage.change(nbytes, keep, current[node])
+                stale = [True] * len(current)
+            for edge in itertools.chain.from_iterable(around[node]):
+                stale[edge.source] = stale[edge.target] = True
+            tables.moved(node)
+        if not any(stale):
+            break
     return tuple(current)
 
 
@@ -63,7 +69,7 @@ class _Tables:
 
     def moved(self, node: int) -> None:
         """Forgets the costs of the nodes that share a value with this one."""
-        for edge in (edge for edges in self.problem.around[node] for edge in edges):
+        for edge in itertools.chain.from_iterable(self.problem.around[node]):
             for other in {edge.source, edge.target} - {node}:
                 self.known.pop(other, None)
 
