@@ -18,7 +18,7 @@ from passes.intra_op.assembly import Assembly
 from passes.ir import Graph, TensorType
 from passes.plan import json as plan_json
 from passes.sharding import ShardingSpec, parse_spec, spec_on
-from passes.text import plain_integer
+from passes.text import count, plain_integer
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 """The kinds of collectives that move values within a mesh."""
@@ -119,7 +119,7 @@ def mesh_named(cluster: Cluster, axes: Sequence[tuple[str, int]], stage_devices:
         holder = (
             f"the stage has {stage_devices}" if stage_devices else f"cluster {cluster.name!r} has {cluster.n_devices}"
         )
-        rule = f"this makes {total} devices, and {holder}"
+        rule = f"this makes {count(total, 'device')}, and {holder}"
         raise PlanningError(
             explain(f"mesh={dict(axes)}", rule, "", "choose sizes whose product is the number of devices")
         )
@@ -250,7 +250,7 @@ def _impossible(
     ]
     used = Counter(axis for axes in spec.dims for axis in axes)
     twice = [
-        f"axis {axis!r} is written {count} times, and an axis cuts once" for axis, count in used.items() if count > 1
+        f"axis {axis!r} is written {times} times, and an axis cuts once" for axis, times in used.items() if times > 1
     ]
     missing = [f"mesh {mesh} has no axis {', '.join(map(repr, unknown))}"] if unknown else []
     reasons = "; ".join(missing or twice or uneven)

@@ -43,7 +43,7 @@ def check_submeshes(stages: int, submeshes: Sequence[int], cluster: Cluster) -> 
         raise PlanningError(explain(call, rule, "", "leave submeshes out for equal ones"))
     devices = cluster.n_devices
     if not submeshes and devices % stages:
-        rule = f"{count(devices, 'device')} of cluster {cluster.name!r} do not spread evenly over {stages} stages"
+        rule = f"{count(devices, 'device')} of cluster {cluster.name!r} cannot be spread evenly over {stages} stages"
         uneven = tuple(devices // stages + (k < devices % stages) for k in range(stages))
         remedy = f"say how many each stage has: submeshes={uneven}" if devices >= stages else "use fewer stages"
         raise PlanningError(explain(call, rule, "", remedy))

@@ -10,7 +10,7 @@ from passes.cluster import Cluster
 from passes.errors import PlanningError, close, explain
 from passes.inter_op import SCHEDULES, is_chunked
 from passes.solver import SolverOptions
-from passes.text import plain_integer
+from passes.text import count, plain_integer
 
 
 def check_counts(planner: object, *names: str) -> None:
@@ -100,7 +100,7 @@ def check_devices(cluster: Cluster, **sizes: int) -> None:
     total = math.prod(sizes.values())
     if total != cluster.n_devices:
         call = f"Megatron({', '.join(f'{name}={size!r}' for name, size in sizes.items())})"
-        rule = f"this makes {total} devices, and cluster {cluster.name!r} has {cluster.n_devices}"
+        rule = f"this makes {count(total, 'device')}, and cluster {cluster.name!r} has {cluster.n_devices}"
         raise PlanningError(explain(call, rule, "", "choose sizes whose product is the number of devices"))
 
 

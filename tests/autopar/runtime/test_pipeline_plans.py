@@ -150,7 +150,7 @@ def test_the_whole_step_is_in_the_stages_once():
 @pytest.mark.parametrize(
     ("planner", "words"),
     [
-        (Pipeline(stages=3, microbatches=2), "do not spread evenly"),
+        (Pipeline(stages=3, microbatches=2), "cannot be spread evenly"),
         (Pipeline(stages=2, microbatches=2, submeshes=(4, 2)), "has 4"),
         (Pipeline(stages=2, microbatches=3), "must divide the batch, which is 16"),
         (Pipeline(stages=2, microbatches=2, submeshes=(1,)), "one submesh for each stage"),

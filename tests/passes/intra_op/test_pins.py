@@ -74,6 +74,7 @@ def test_a_pinned_plan_computes_what_jit_does():
         ({"pins": {"up/kernel": "[x, x]"}}, "axis 'x' is written 2 times, and an axis cuts once"),
         ({"pins": 3}, "pins are a dict"),
         ({"mesh": {"x": 3}}, "this makes 3 devices"),
+        ({"mesh": {"x": 1}}, "this makes 1 device, and"),
         ({"mesh": {"x": "8"}}, "a mesh is a dict"),
         ({"mesh": {"x": 8}, "pipeline": True}, "of plans without stages"),
         ({"mesh": {"x": 8}, "stages": 2}, "of plans without stages"),
