@@ -53,8 +53,9 @@ Classes = Mapping[int, frozenset[int]]
 class BatchReach(NamedTuple):
     """The `classes` of operator groups that the batch reaches, and the `values`, as (`Subproblem.number`, value).
 
-    For operator groups that it does not reach, `aligned` are the classes from which the batch is reached, and those of
-    its parts where a loop runs over it or it is split into fewer groups than there are devices.
+    For operator groups that it does not reach, `aligned` are the classes from which the batch is reached, those that
+    such dimensions reach if no weights have them, and those of the batch's parts where a loop runs over it or it is
+    split into fewer groups than there are devices.
     """
 
     classes: Classes
@@ -90,7 +91,9 @@ def batch_reach(
     parts = itertools.chain.from_iterable(
         (*_inside_parts(each, reached), *_inside_groups(each, reached, n_devices)) for each in root.all()
     )
-    aligned = _classes_of(place_graph.back().reached(reached) | place_graph.reached(parts))
+    behind = place_graph.back().reached(reached)
+    # What only rows in another order lie along: the slots that tokens are sorted into, up to the gradients of experts.
+    aligned = _classes_of(behind | place_graph.reached((*parts, *(behind - reached - weighty))))
     return BatchReach(
         classes=on_batch,
         aligned={node: classes for node, classes in aligned.items() if node not in on_batch},
