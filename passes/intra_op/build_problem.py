@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,10 +25,11 @@ from passes.intra_op.assembly import (
     full_placements,
     stacked,
 )
+from passes.intra_op.group_signatures import signature_of
 from passes.intra_op.matrices import Matrix, SharedTables
 from passes.intra_op.reductions import Read, with_sums
 from passes.intra_op.stacks import Copies, copies
-from passes.intra_op.strategies import Table, Tabulator, signature_of
+from passes.intra_op.strategies import Table, Tabulator
 from passes.ir import Control, Graph, Port, StatePairs, TensorType
 from passes.placement import Background, Grouping, weights
 from passes.rules import made_anywhere
@@ -85,15 +87,25 @@ class _Builder:
         self.kinds.append(kind)
         return len(self.seconds) - 1
 
-    def lay_out(self, graph: Graph, grouping: Grouping, inputs: Mapping[int, ValueSite], weight: float) -> Subproblem:
+    def lay_out(
+        self,
+        graph: Graph,
+        grouping: Grouping,
+        background: Background,
+        inputs: Mapping[int, ValueSite] = MappingProxyType({}),
+        weight: float = 1.0,
+    ) -> Subproblem:
         """The subproblem of a graph, whose nodes join the problem; the values in `inputs` are decided elsewhere."""
         leaving, anew = visible(graph, grouping), remade(graph, grouping)
         tabulator = self.resharder.kept(Tabulator)
         operators = tabulator.operators(graph, grouping)
         number, self.subproblems = self.subproblems, self.subproblems + 1
+        self.backgrounds[number] = background
         first, tables, sites = len(self.seconds), list[Table](), dict(inputs)
         for operator_group in grouping.operator_groups:
-            signature, written, read = signature_of(operator_group, graph, grouping, leaving, operators, anew)
+            signature, written, read = signature_of(
+                operator_group, graph, grouping, leaving, operators, anew, background
+            )
             table = tabulator.table(signature, graph.nodes[min(operator_group.members)].source)
             interface = self.shared.interface(table, graph, operator_group)
             node = self._node(weight * table.seconds, interface.kind)
@@ -108,7 +120,8 @@ class _Builder:
         for index, control in grouping.controls.items():
             results = zip(graph.nodes[index].outputs, control.results, strict=True)
             handed_on = {port_use.port for value, port_use in results if value in graph.returned}
-            control_joins[index] = self._control_join(control, grouping.bodies[index], weight, handed_on)
+            within = zip(grouping.bodies[index], background.inside(index, control), strict=True)
+            control_joins[index] = self._control_join(control, list(within), weight, handed_on)
             ports = control_joins[index].ports
             for value, port_use in zip(graph.nodes[index].outputs, control.results, strict=True):
                 port = ports[port_use.port]
@@ -126,22 +139,23 @@ class _Builder:
         )
 
     def _control_join(
-        self, control: Control, groupings: Sequence[Grouping], weight: float, handed_on: Collection[int]
+        self, control: Control, within: Sequence[tuple[Grouping, Background]], weight: float, handed_on: Collection[int]
     ) -> ControlJoin:
-        """The nodes of a loop's or branch's ports, and the subproblems of its bodies.
+        """The nodes of a loop's or branch's ports, and the subproblems of its bodies, each with the grouping and
+        background of its graph.
 
         A sum stays partial in a port unless the program returns it: another stage may read it in each iteration.
         """
         ports = {s: port_placements(port, self.resharder) for s, port in enumerate(control.ports)}
-        copied = copies(control, groupings)
+        copied = copies(control, [grouping for grouping, _ in within])
         made = {s for s, port in enumerate(control.ports) if port.stacked or port.branched}
         types = [port.type for port in control.ports]
         alone = [s for s in ports if s not in made]
         sites = {s: self._chosen(types[s], ports[s], copied.get(s, Copies()), weight) for s in alone}
         bodies: list[Subproblem] = []
-        for body, inner in zip(control.bodies, groupings, strict=True):
+        for body, (grouping, background) in zip(control.bodies, within, strict=True):
             entering = dict(zip(body.graph.inputs, (sites[s] for s in body.inputs), strict=True))
-            bodies.append(self.lay_out(body.graph, inner, entering, weight * body.runs))
+            bodies.append(self.lay_out(body.graph, grouping, background, entering, weight * body.runs))
         for s in sorted(made):
             sums = s not in handed_on and _may_be_sum(control, bodies, s)
             specs = [spec for spec in ports[s] if sums or not spec.partial]
@@ -155,9 +169,8 @@ class _Builder:
         seconds = [weight * copied.seconds(spec.local_nbytes(type, self.mesh), self.mesh) for spec in specs]
         return ValueSite(node=self._node(np.array(seconds), str(type)), specs=self.shared.interned(tuple(specs)))
 
-    def connect(self, subproblem: Subproblem, background: Background) -> None:
+    def connect(self, subproblem: Subproblem) -> None:
         """Adds the edges of a subproblem and of all subproblems inside it."""
-        self.backgrounds[subproblem.number] = background
         for index, operator_group in enumerate(subproblem.grouping.operator_groups):
             node, late = subproblem.first + index, operator_group.phase == "backward"
             for position, specs in self.inputs[node]:
@@ -168,9 +181,8 @@ class _Builder:
                 port = control_join.ports[port_use.port]
                 specs = self.shared.interned(tuple(stacked(spec, port_use) for spec in port.specs))
                 self._connect(subproblem, value, port.node, specs, index)
-            within = background.inside(index, control_join.control)
-            for body, inner, beside in zip(control_join.control.bodies, control_join.bodies, within, strict=True):
-                self.connect(inner, beside)
+            for body, inner in zip(control_join.control.bodies, control_join.bodies, strict=True):
+                self.connect(inner)
                 for value, port in zip(body.graph.outputs, body.outputs, strict=True):
                     site = control_join.ports[port]
                     self._connect(inner, value, site.node, site.specs, len(body.graph.nodes))
@@ -307,6 +319,6 @@ def assemble(
     With `regather`, weights are gathered again for the backward pass, and that is paid for again.
     """
     builder = _Builder(mesh=mesh, resharder=resharder, regather=regather)
-    root = builder.lay_out(graph, grouping, {}, 1.0)
-    builder.connect(root, Background.of(graph))
+    root = builder.lay_out(graph, grouping, Background.of(graph))
+    builder.connect(root)
     return builder.finish(root, state_pairs)

@@ -11,7 +11,6 @@ once. Equal operator groups of one program or of several share a table if they a
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,8 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh
 from passes.errors import NoLegalPlanError, explain
 from passes.intra_op.axis_choices import PARTIAL, AxisChoice
-from passes.intra_op.group_walks import Signature, SizelessRule, Where
+from passes.intra_op.group_signatures import GroupSignature
+from passes.intra_op.group_walks import Signature, SizelessRule
 from passes.intra_op.rearranging import is_ordered, rearranging_seconds
 from passes.intra_op.roofline import (
     computed_flops,
@@ -33,20 +33,13 @@ from passes.intra_op.roofline import (
     times_made,
 )
 from passes.intra_op.strategy_space import StrategySpace, strategy_space, subsets
-from passes.intra_op.sums_in_products import factors_of_sums, summed_operand
 from passes.ir import Graph, TensorType
-from passes.placement import Grouping, OperatorGroup
+from passes.placement import Grouping
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import Resharder, ShardingSpec
 from passes.solver import Floats, Indices
 
 Types = tuple[TensorType, ...]
-
-MOST_CLASSES = 12
-"""The most classes of one operator group that an axis may cut: with two axes there are twice their square of choices.
-Steps of 88 kinds have up to 7. A scan by halving (`lax.associative_scan`) has some for each half, 47 at 256 elements,
-and planning took a minute for the halves of halves.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,32 +76,6 @@ class Operator:
     rule: ShardingRule
     reads: Types
     writes: Types
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSignature:
-    """The structure of an operator group without value numbers: groups of equal signatures have equal tables.
-
-    `operators` are numbers of one tabulator. `operands` holds the place of each operand of each member: (`in`, k) for
-    the k-th value of the group, (`out`, k) for the k-th value read from outside, None for literals and free values.
-    `options` are the classes that an axis may cut, `classes` those of the members' factors. Readers make `unread`
-    (member, operand) pairs and `unwritten` values anew. `summed` may come in partial, `factors` in place of a member's
-    first operand. It may be `inside` a loop.
-    """
-
-    operators: tuple[int, ...]
-    operands: tuple[tuple[Where | None, ...], ...]
-    makes: tuple[tuple[int, ...], ...]
-    visible: tuple[int, ...]
-    absorbed: tuple[int, ...]
-    classes: tuple[tuple[int, ...], ...]
-    options: tuple[int, ...]
-    light: bool
-    summed: int | None = None
-    factors: frozenset[tuple[int, int]] = frozenset()
-    unread: frozenset[tuple[int, int]] = frozenset()
-    unwritten: frozenset[int] = frozenset()
-    inside: bool = False
 
 
 class Tabulator:
@@ -323,78 +290,12 @@ class _Pricing:
     def _reshard_seconds(self) -> Floats:
         total = np.zeros(len(self.space.axis_choices))
         for moved in self.space.moves:
-            type = self.types[moved.value]
-            costs = [0.0, *(self.tabulator.resharder.cost(type, before, after) for before, after in moved.pairs)]
-            total += np.array(costs)[moved.which]
+            type, behind = self.types[moved.value], dict(self.signature.behind).get(moved.value)
+            cost = partial(self.tabulator.resharder.cost, type, behind=behind)
+            total += np.array([0.0, *(cost(before, after) for before, after in moved.pairs)])[moved.which]
         return total
 
 
 def _added(rows: Floats) -> Floats:
     """The sum over rows, added in order: equal costs stay equal, unlike in a pairwise sum."""
     return sum(rows, np.zeros(rows.shape[1]))
-
-
-def signature_of(
-    operator_group: OperatorGroup,
-    graph: Graph,
-    grouping: Grouping,
-    visible: frozenset[int],
-    operators: Sequence[int],
-    remade: frozenset[int] = frozenset(),
-) -> tuple[GroupSignature, list[int], list[int]]:
-    """(signature, values inside, values read) of an operator group; positions in the signature index these lists.
-
-    Values `remade` are made anew by their readers.
-    """
-    members = sorted(operator_group.members)
-    nodes = [graph.nodes[member] for member in members]
-    inside = {value: k for k, value in enumerate(dict.fromkeys(operator_group.inputs))}
-    for node in nodes:
-        for value in node.outputs:
-            inside.setdefault(value, len(inside))
-    read: dict[int, int] = {}
-
-    def where(value: int) -> Where | None:
-        if value in inside:
-            return "in", inside[value]
-        if value in graph.literals or value in grouping.free:
-            return None
-        return "out", read.setdefault(value, len(read))
-
-    signature = GroupSignature(
-        operators=tuple([operators[member] for member in members]),
-        operands=tuple([tuple([where(value) for value in node.inputs]) for node in nodes]),
-        makes=tuple([tuple([inside[value] for value in node.outputs]) for node in nodes]),
-        visible=tuple([k for value, k in inside.items() if value in visible]),
-        absorbed=tuple([inside[value] for value in operator_group.inputs]),
-        classes=tuple(
-            [tuple([operator_group.find(cls) for cls in operator_group.factor_classes[member]]) for member in members]
-        ),
-        options=_largest(operator_group, graph, grouping),
-        light=operator_group.light,
-        summed=summed_operand(graph, grouping, members[0]),
-        factors=factors_of_sums(graph, grouping, members),
-        unread=frozenset([(m, o) for m, node in enumerate(nodes) for o, v in enumerate(node.inputs) if v in remade]),
-        unwritten=frozenset([k for value, k in inside.items() if value in remade]),
-        inside=grouping.inside,
-    )
-    return signature, list(inside), list(read)
-
-
-def _largest(operator_group: OperatorGroup, graph: Graph, grouping: Grouping) -> tuple[int, ...]:
-    """The classes that axes may cut, in order of appearance; at most `MOST_CLASSES` and those of inputs and
-    constraints.
-    """
-    classes = operator_group.classes
-    if len(classes) <= MOST_CLASSES:
-        return tuple(classes)
-    sizes = Counter[int]()
-    kept = {operator_group.find(cls) for value in operator_group.inputs for cls in operator_group.value_classes[value]}
-    for member in operator_group.members:
-        ours = {operator_group.find(cls) for cls in operator_group.factor_classes[member]}
-        elements = sum(graph.types[value].size for value in graph.nodes[member].outputs)
-        sizes.update(dict.fromkeys(ours, elements))
-        if grouping.rules[member].is_bound:
-            kept |= ours
-    kept.update(sorted(classes, key=lambda cls: -sizes[cls])[:MOST_CLASSES])
-    return tuple([cls for cls in classes if cls in kept])

@@ -133,6 +133,39 @@ def test_nothing_changes_where_nothing_is_hidden_or_combined() -> None:
     assert math.isclose(plan.seconds["all_reduce"], alone, rel_tol=1e-9)
 
 
+@pytest.mark.parametrize("scanned", [False, True], ids=["layers", "scan"])
+def test_sums_that_are_rounded_where_they_are_made_cost_the_search_what_they_cost_a_step(scanned: bool) -> None:
+    """Gradients of norms in bfloat16 are sums in float32, reduced before they are rounded: among what hides them, in
+    one bucket with others, but the search took each for a collective by itself, and shunned data parallelism."""
+    scales, weight = (jax.ShapeDtypeStruct((4, *shape), "bfloat16") for shape in ((256,), (256, 256)))
+    x = jax.ShapeDtypeStruct((512, 256), "bfloat16")
+
+    def block(x: jax.Array, layer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        scale, weight = layer
+        norm = jax.nn.standardize(x.astype(jnp.float32)) * scale.astype(jnp.float32)
+        return jnp.tanh(norm.astype(x.dtype) @ weight), None
+
+    def train(params: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(params: tuple[jax.Array, jax.Array]) -> jax.Array:
+            if scanned:
+                return (jax.lax.scan(block, x, params)[0].astype(jnp.float32) ** 2).mean()
+            y = x
+            for layer in zip(*params, strict=True):
+                y, _ = block(y, layer)
+            return (y.astype(jnp.float32) ** 2).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    of_planner = {
+        planner: autopar.parallelize(train, cluster="2x8:a100-80g", planner=planner).plan((scales, weight), x)
+        for planner in (autopar.DataParallel(), autopar.Auto())
+    }
+    for plan in of_planner.values():
+        assert math.isclose(plan.solution.objective, plan.step_seconds, rel_tol=1e-9)
+    data_parallel, auto = of_planner.values()
+    assert auto.step_seconds <= data_parallel.step_seconds * (1 + 1e-9)
+
+
 def test_gradients_in_a_bucket_take_as_long_as_one_array_of_their_bytes() -> None:
     resharder = Resharder(Mesh(axes=("x",), sizes=(8,), cluster=cluster(0.0, 1 << 20)))
     small, whole = (TensorType(shape=(n,), dtype="float32") for n in (1 << 10, 1 << 16))

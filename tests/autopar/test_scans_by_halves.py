@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from passes.intra_op.strategies import MOST_CLASSES, signature_of
+from passes.intra_op.group_signatures import MOST_CLASSES, signature_of
 from passes.placement import group
 
 LENGTH, WIDTH = 256, 64
