@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
@@ -68,7 +67,6 @@ class _Builder:
     passed: dict[int, frozenset[int]] = field(default_factory=dict)
     reads: dict[int, list[int]] = field(default_factory=dict)
     inputs: dict[int, tuple[tuple[int, Specs], ...]] = field(default_factory=dict)
-    weights: dict[int, frozenset[int]] = field(default_factory=dict)
     backgrounds: dict[int, Background] = field(default_factory=dict)
 
     @property
@@ -76,24 +74,13 @@ class _Builder:
         """The tables of the mesh, which other problems on it have as well."""
         return self.resharder.kept(SharedTables)
 
-    def _weights(self, graph: Graph) -> frozenset[int]:
-        """The weights that are gathered again for the backward pass."""
-        if id(graph) not in self.weights:
-            self.weights[id(graph)] = weights(graph) if self.regather else frozenset()
-        return self.weights[id(graph)]
-
     def _node(self, seconds: Floats, kind: str) -> int:
         self.seconds.append(seconds)
         self.kinds.append(kind)
         return len(self.seconds) - 1
 
     def lay_out(
-        self,
-        graph: Graph,
-        grouping: Grouping,
-        background: Background,
-        inputs: Mapping[int, ValueSite] = MappingProxyType({}),
-        weight: float = 1.0,
+        self, graph: Graph, grouping: Grouping, background: Background, inputs: Mapping[int, ValueSite], weight: float
     ) -> Subproblem:
         """The subproblem of a graph, whose nodes join the problem; the values in `inputs` are decided elsewhere."""
         leaving, anew = visible(graph, grouping), remade(graph, grouping)
@@ -103,9 +90,8 @@ class _Builder:
         self.backgrounds[number] = background
         first, tables, sites = len(self.seconds), list[Table](), dict(inputs)
         for operator_group in grouping.operator_groups:
-            signature, written, read = signature_of(
-                operator_group, graph, grouping, leaving, operators, anew, background
-            )
+            whole = (operator_group, graph, grouping, leaving, operators, anew, background)
+            signature, written, read = signature_of(*whole)
             table = tabulator.table(signature, graph.nodes[min(operator_group.members)].source)
             interface = self.shared.interface(table, graph, operator_group)
             node = self._node(weight * table.seconds, interface.kind)
@@ -141,8 +127,7 @@ class _Builder:
     def _control_join(
         self, control: Control, within: Sequence[tuple[Grouping, Background]], weight: float, handed_on: Collection[int]
     ) -> ControlJoin:
-        """The nodes of a loop's or branch's ports, and the subproblems of its bodies, each with the grouping and
-        background of its graph.
+        """The nodes of a loop's or branch's ports, and the subproblems of its bodies `within`.
 
         A sum stays partial in a port unless the program returns it: another stage may read it in each iteration.
         """
@@ -215,7 +200,7 @@ class _Builder:
                 group = self.sums.setdefault((subproblem.number, root), len(self.groups) + len(self.sums))
                 self._edge(site.node, target, sums, group, subproblem.weight, read)
             # With `regather`, weights are gathered again for the backward pass; otherwise readers share the first copy.
-            readers = (subproblem.number, value, late and value in self._weights(graph))
+            readers = (subproblem.number, value, late and self.regather and value in weights(graph))
             group = self.groups.setdefault(readers, len(self.groups) + len(self.sums))
             self._edge(site.node, target, matrix, group, subproblem.weight, read)
 
@@ -319,6 +304,6 @@ def assemble(
     With `regather`, weights are gathered again for the backward pass, and that is paid for again.
     """
     builder = _Builder(mesh=mesh, resharder=resharder, regather=regather)
-    root = builder.lay_out(graph, grouping, Background.of(graph))
+    root = builder.lay_out(graph, grouping, Background.of(graph), {}, 1.0)
     builder.connect(root)
     return builder.finish(root, state_pairs)

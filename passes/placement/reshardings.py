@@ -15,7 +15,7 @@ from passes.cluster import Collective, Kind, Mesh
 from passes.gc_pause import without_gc
 from passes.ir import Graph, Node, Phase, TensorType, control_of, phase
 from passes.placement.background import Background, derived
-from passes.rules import Assignment, ShardingRule, made_anywhere, makes_the_same, rules_of
+from passes.rules import Assignment, ShardingRule, made_anywhere, makes_the_same, remembered, rules_of
 from passes.sharding import ANY, Behind, ShardingSpec, Step, replicated
 
 
@@ -101,6 +101,7 @@ def is_free(graph: Graph, node: int) -> bool:
     return made_anywhere(candidate) and all(value in graph.literals for value in candidate.inputs)
 
 
+@remembered
 def weights(graph: Graph) -> frozenset[int]:
     """The graph's inputs, and values of equal size that the forward pass makes of one of them alone, such as a cast.
 
