@@ -25,6 +25,7 @@ ALLOWED = {
     "passes/memory/lowering_rules.py": "the imitation of XLA's lowering",
     "autopar/frontend/by_row.py": "what indexes rows, read from JAX",
     "autopar/frontend/constraints.py": "a primitive of our own",
+    "autopar/frontend/late_casts.py": "loops, calls, sums and casts, read from JAX",
     "autopar/frontend/known_numbers.py": "what is one number throughout, read from JAX",
     "autopar/frontend/places.py": "joins, parts and positions, read from JAX",
     "autopar/frontend/primitives.py": "calls and bodies, read from JAX",

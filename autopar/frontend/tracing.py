@@ -18,6 +18,7 @@ from autopar.frontend.arguments import Names, Positions, Signature, signature_of
 from autopar.frontend.devices import named_devices
 from autopar.frontend.flattening import Body, Equation, flatten
 from autopar.frontend.joined_batches import joined_batches
+from autopar.frontend.late_casts import with_late_casts
 from autopar.frontend.placements import Devices, Placed, placement_of, specified
 from autopar.frontend.primitives import type_of, without_dead_code
 from autopar.frontend.regrouping import regrouped
@@ -106,7 +107,7 @@ def trace(
     inputs = tuple(given or there for given, there in zip_longest(inputs, placed))
     names = signature.names(dynamic, len(args))
     named = signature.named(names, batch_argnums, batch_argnames, len(args))
-    live, read = without_dead_code(traced.jaxpr)
+    live, read = without_dead_code(with_late_casts(traced.jaxpr))
     flattened = partial(flatten, live, input_names=names, output_names=_output_names(out_tree), out_shardings=outputs)
     body = flattened()
     pairs = state_pairs(body.graph, in_tree, out_tree, donated)
