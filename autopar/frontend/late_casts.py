@@ -79,7 +79,7 @@ def _returned_casts(equation: Any) -> Iterator[tuple[int, Any]]:
         return
     body, _ = jax_compat.open_jaxpr(inside)
     makers = _makers(body)
-    for position in range(equation.params["num_carry"] if is_loop else 0, len(body.outvars)):
+    for position in range(jax_compat.scan_counts(equation.params)["num_carry"] if is_loop else 0, len(body.outvars)):
         var = body.outvars[position]
         cast = None if isinstance(var, jax_compat.Literal) else makers.get(var)
         if cast is not None and _rounds(cast) and _is_sum(cast.invars[0], makers):
