@@ -22,7 +22,7 @@ from autopar.lowering import Arrays, Cut, body_of, localize, walk
 from autopar.rewrite.marks import marked_once, matching, restored
 from autopar.rewrite.row_pieces import REDUCED, Pieces, pieces_of
 from passes.errors import InternalError
-from passes.ir import LOOP, Graph
+from passes.ir import LOOP, Graph, TensorType
 from passes.placement import Layout, Placement, Resharding, is_free, resharding_plan, rows_in_any_order
 from passes.sharding import ShardingSpec, Step, replicated
 from passes.transforms import Coupling, Split, Time, Turn, in_turn, sums_up_front, whole_layout
@@ -110,21 +110,17 @@ def _run(
     def step(totals: tuple[Any, ...], sliced: tuple[Any, tuple[Any, ...]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         results = run_microbatch(*sliced)
         with jax.named_scope("accumulate"):
-            added = tuple(map(_add, totals, (x for x, is_sum in zip(results, sums, strict=True) if is_sum)))
+            added = tuple(map(_add, totals, (_bits(x) for x, is_sum in zip(results, sums, strict=True) if is_sum)))
         return added, tuple(x for x, is_sum in zip(results, sums, strict=True) if not is_sum)
 
     stacked = tuple(stacks[v] for v in entering)
-    zeros = tuple(
-        jnp.zeros(graph.types[v].shape, jnp.dtype(graph.types[v].dtype))
-        for v, is_sum in zip(leaving, sums, strict=True)
-        if is_sum
-    )
+    zeros = tuple(_zeros(graph.types[v]) for v, is_sum in zip(leaving, sums, strict=True) if is_sum)
     with jax.named_scope(LOOP):
         totals, joined = lax.scan(step, zeros, (jnp.arange(chosen.count, dtype=np.int32), stacked))
     summed, joined_pieces = iter(totals), iter(joined)
     for (value, spec), is_sum in zip(chosen.carried, sums, strict=True):
         if is_sum:
-            known[value] = next(summed)
+            known[value] = _of_bits(next(summed), graph.types[value])
         else:
             (cut,) = (d for d, axes in enumerate(spec.dims) if axes)
             rows[value] = Pieces(next(joined_pieces), cut)
@@ -307,6 +303,24 @@ class OnTime:
 
 def _add(total: jax.Array, summand: jax.Array) -> jax.Array:
     return lax.bitwise_or(total, summand) if total.dtype == np.bool_ else lax.add(total, summand)
+
+
+def _bits(summand: jax.Array) -> jax.Array:
+    """The array that is added up for a value: of keys, which have no sum, their bits."""
+    return jax.random.key_data(summand) if jnp.issubdtype(summand.dtype, jax.dtypes.prng_key) else summand
+
+
+def _of_bits(total: jax.Array, type: TensorType) -> jax.Array:
+    """The value of a type whose summands' bits add up to `total`."""
+    if not type.is_key:
+        return total
+    return jax.random.wrap_key_data(total, impl=jax_compat.key_implementation(jax_compat.dtype_of(type.dtype)))
+
+
+def _zeros(type: TensorType) -> jax.Array:
+    """The zero that summands of a value of this type are added to."""
+    total = jax.eval_shape(_bits, jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype)))
+    return jnp.zeros(total.shape, total.dtype)
 
 
 def _read_by(graph: Graph, nodes: Sequence[int]) -> set[int]:

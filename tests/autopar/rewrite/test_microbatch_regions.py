@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
+from tests.closeness import assert_close, assert_same_bits
 from tests.sample import slow
 
 
@@ -141,3 +142,34 @@ def test_layers_are_not_computed_before_the_loop_for_what_all_rows_have_in_commo
     for way in WAYS:
         with pytest.raises(autopar.PlanningError, match=r"mul at .*test_microbatch_regions.* needs as a whole"):
             autopar.parallelize(step, **way)(jnp.ones((3, 8, 8)), jnp.ones((16, 8)))
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 2}, {"planner": autopar.Pipeline(stages=2, microbatches=1)}])
+def test_a_key_that_a_loop_carries_beside_rows_comes_back_as_it_is(options: Any) -> None:
+    """Keys have no sum, as what leaves the loop: TypeError."""
+
+    def step(state: Any, rows: jax.Array) -> Any:
+        weights, key = state
+
+        def noisy(carry: Any, weight: jax.Array) -> Any:
+            rows, key = carry
+            key, now = jax.random.split(key)
+            return (jnp.tanh(rows @ weight) + jax.random.normal(now, rows.shape), key), None
+
+        def loss(weights: jax.Array) -> Any:
+            (made, after), _ = jax.lax.scan(noisy, (rows, key), weights)
+            return jnp.mean(made**2), after
+
+        (value, after), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+        return (weights - 0.1 * gradients, after), value
+
+    draw = np.random.default_rng(0)
+    state, rows = (draw.normal(size=(2, 8, 8)), jax.random.key(0)), draw.normal(size=(8, 8))
+    with jax.enable_x64(True):
+        parallel = autopar.parallelize(step, devices=jax.devices()[:2], **options)
+        ((weights, key), loss), ((weights_of_jit, key_of_jit), loss_of_jit) = (
+            parallel(state, rows),
+            jax.jit(step)(state, rows),
+        )
+        assert_same_bits(key, key_of_jit)
+        assert_close((weights, loss), (weights_of_jit, loss_of_jit))
