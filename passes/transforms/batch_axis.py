@@ -379,14 +379,15 @@ class _Ports:
 
     def take(self, body: Body, inside: BatchWalk) -> bool:
         """Whether the results of a body can be in these ports, which then have them: one that varies keeps its
-        placement.
+        placement, and one microbatch has all of it in any.
         """
         for port, value in zip(body.outputs, body.graph.outputs, strict=True):
             spec = inside.spec(value)
             if value not in inside.varying:
                 self.specs.setdefault(port, spec)
             elif port in self.varying and self.specs[port] != spec:
-                return False
+                if inside.time.count > 1:
+                    return False
             else:
                 self.enter(port, spec, True)
         return True

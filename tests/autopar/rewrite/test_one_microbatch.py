@@ -53,14 +53,19 @@ def either(x: jax.Array) -> jax.Array:
     return lax.cond(x.sum() > 0, lambda x: 2 * x, jnp.sin, x)
 
 
+def iterated(x: jax.Array) -> jax.Array:
+    """A loop that begins with a row and goes on with sums over rows."""
+    return x + lax.fori_loop(0, 2, lambda _, v: jnp.tanh(x.T @ (x @ v) / 64), x[0])
+
+
 CASES = [
-    *((layer_norm, 1), (batch_norm, 8), (either, 8)),
-    *((layer_norm, 8), (batch_norm, 1), (either, 1)),
+    *((layer_norm, 1), (batch_norm, 8), (iterated, 8)),
+    *((layer_norm, 8), (batch_norm, 1), (iterated, 1), (either, 1), (either, 8)),
     *itertools.product((contrastive, in_order, halved, recurrent), (1, 8)),
 ]
 
 
-@pytest.mark.parametrize(("coupling", "rows"), [*CASES[:2], *(slow(*case) for case in CASES[2:])])
+@pytest.mark.parametrize(("coupling", "rows"), [*CASES[:3], *(slow(*case) for case in CASES[3:])])
 def test_rows_that_need_each_other_are_in_one(coupling: Callable[[jax.Array], jax.Array], rows: int) -> None:
     draw = np.random.default_rng(0)
     weights = [tuple(draw.normal(size=shape) / 4 for shape in ((16, 32), (32, 16))) for _ in range(4)]
