@@ -22,6 +22,7 @@ from jax._src import core as _core  # no public way to ask whether a trace is un
 from jax._src import distributed as _distributed  # no public way to the coordination service's key-value store
 from jax._src import effects as _effects  # no public way to ask whether an effect is ordered or names a reference
 from jax._src import source_info_util  # no public way to the user's line of an equation
+from jax._src.api_util import InternalFloatingPointError as NanFoundError  # no public name of what a program raises
 from jax._src.array import ArrayImpl as _Array  # no public name of the class, whose methods cost less than a property
 from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention  # no public way to trace it without a GPU
 from jax._src.lib import (
@@ -44,6 +45,7 @@ PyTreeDef = Any
 __all__ = [
     "Device",
     "Literal",
+    "NanFoundError",
     "Primitive",
     "PyTreeDef",
     "are_there",
@@ -87,9 +89,7 @@ __all__ = [
 
 _OURS = os.path.dirname(__file__) + os.sep
 _FRAMEWORK = re.compile(r"[\\/](?:site|dist)-packages[\\/](?:flax|optax|chex|haiku|equinox)[\\/]")
-_IN_ORDER = CALLBACKS | CONTROL
 _GENERATORS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
-_NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class HasPrimitive(Protocol):
@@ -200,7 +200,7 @@ def unkept_effect(equation: Any) -> str:
     for effect in equation.effects:
         if isinstance(effect, _effects.JaxprInputEffect):
             return "uses a mutable reference"
-        if _effects.ordered_effects.contains(effect) and equation.primitive.name not in _IN_ORDER:
+        if _effects.ordered_effects.contains(effect) and equation.primitive.name not in CALLBACKS | CONTROL:
             return "has a side effect that must happen in program order"
     return ""
 
@@ -235,7 +235,7 @@ def no_mesh() -> AbstractContextManager[Any]:
     try:
         return jax.set_mesh(None)
     except ValueError:  # inside a trace, where only the abstract mesh counts
-        return jax.sharding.use_abstract_mesh(_NO_MESH)
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 @contextmanager

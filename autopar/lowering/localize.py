@@ -7,7 +7,8 @@ checked against the shapes of the placement, so a primitive that lacks a localiz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,17 @@ def cut_of(graph: Graph, index: int, equation: Equation, placement: Placement, m
         placement=placement,
         mesh=mesh,
     )
+
+
+@contextmanager
+def binding(node: Node) -> Iterator[None]:
+    """The context in which a node is bound: its operations have its scope, and what `jax.debug_nans` finds its line."""
+    try:
+        with jax.named_scope(node.scope or node.primitive):
+            yield
+    except FloatingPointError as error:
+        where = " at ".join(filter(None, (node.primitive, node.source)))
+        raise FloatingPointError(f"{error} It is a result of {where}.") from error
 
 
 def bind(cut: Cut, operands: Arrays) -> Arrays:

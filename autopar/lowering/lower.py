@@ -319,7 +319,7 @@ class _State:
 
     def _bind(self, index: int, placement: Placement, operands: Arrays) -> Arrays:
         cut = localize.cut_of(self.graph, index, self.body.equations[index], placement, self.semantics.planned)
-        with jax.named_scope(cut.node.scope or cut.node.primitive):
+        with localize.binding(cut.node):
             return self.semantics.bind(cut, operands)
 
     def _bind_control(
@@ -330,7 +330,7 @@ class _State:
             partial(_walk_flat, body, layout, reshardings, self.semantics)
             for body, layout, reshardings in zip(equation.bodies, placement.bodies, inside, strict=True)
         )
-        with jax.named_scope(node.scope or node.primitive):
+        with localize.binding(node):
             return bind_control(node.primitive, equation.params, bodies, operands)
 
 

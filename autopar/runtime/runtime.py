@@ -198,12 +198,17 @@ def _written(instruction: Instruction) -> tuple[int, ...]:
             return ()
 
 
-def _run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Step:
+def _run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...], name: str) -> Step:
     # An `itemgetter` of one item gives the item, not a tuple of it, and there is none of no items.
     read = itemgetter(*inputs) if len(inputs) > 1 else lambda slots: tuple(slots[i] for i in inputs)
 
     def step(slots: Slots) -> None:
-        for slot, array in zip(outputs, executable(*read(slots)), strict=True):
+        try:
+            arrays = executable(*read(slots))
+        except jax_compat.NanFoundError as error:  # under `jax.debug_nans` or `jax.debug_infs`
+            remedy = "a planner without stages, and jax.jit, name the operation"
+            raise FloatingPointError(f"invalid value ({error.args[-1]}) encountered in {name}; {remedy}") from None
+        for slot, array in zip(outputs, arrays, strict=True):
             slots[slot] = array
 
     return step
@@ -328,9 +333,9 @@ def _steps(program: Program, executables: Sequence[Any], processes: Processes | 
                 executable = executables[instruction.segment]
                 if executable is None:
                     return _skip
-                run = _run(executable, instruction.inputs, instruction.outputs)
-                run = _behind(late(*instruction.inputs), run)
                 segment = program.segments[instruction.segment]
+                run = _run(executable, instruction.inputs, instruction.outputs, segment.name)
+                run = _behind(late(*instruction.inputs), run)
                 return _within(windows(segment.out_shardings[0]), run, shown[at]) if processes else run
             case Send(struct=struct, source=source, target=target):
                 plan = plan_transfer(struct.shape, struct.dtype, struct.sharding, instruction.sharding)

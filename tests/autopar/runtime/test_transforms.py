@@ -259,10 +259,27 @@ def test_configuration_changed_for_good_is_seen():
 
 
 def test_nans_are_found_after_the_first_call():
-    step = autopar.parallelize(jnp.log)
+    step = autopar.parallelize(lambda x: jnp.log(x))
     assert np.isnan(step(-jnp.ones(8))).all()
-    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\) .* a result of log at .*\.py"):
         step(-jnp.ones(8))
+
+
+def test_nans_of_a_loop_are_those_of_a_line():
+    def step(x):
+        return jax.lax.scan(lambda rows, _: (jnp.log(rows), None), x, None, length=2)[0]
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"a result of scan at .*\.py"):
+        autopar.parallelize(step)(-jnp.ones(8))
+
+
+def test_nans_of_a_pipeline_are_those_of_a_stage():
+    def step(weights, x):
+        return jax.value_and_grad(lambda weights: jnp.log(-jnp.tanh(x @ weights[0]) @ weights[1]).sum())(weights)
+
+    pipeline = autopar.Pipeline(stages=2, microbatches=2)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"\(nan\) encountered in \w+ 1; .*jax.jit"):
+        autopar.parallelize(step, planner=pipeline)(jnp.ones((2, 8, 8)), jnp.ones((8, 8)))
 
 
 def test_disabled_jit_runs_the_function_itself():
