@@ -79,13 +79,13 @@ WEIGHTS: Mapping[str, Weights] = MappingProxyType(
         "4090": _weights(128, _AMPERE, _arithmetic((8, 6), 82.6e12, 1.01e12)),
     }
 )
-"""The weights of each GPU, by what its name begins with. What they compute and move in a second is data sheets';
+"""The weights of each GPU, by its name up to a hyphen. What they compute and move in a second is data sheets';
 Blackwell's cycles have not been looked up, and are Hopper's."""
 
 
 def weights_of(device: str) -> Weights | None:
     """The weights of a GPU by its name; None for a device that is not known as one."""
-    return next((weights for name, weights in WEIGHTS.items() if device.startswith(name)), None)
+    return WEIGHTS.get(device.split("-")[0])
 
 
 def split(operations: Sequence[Operation], weights: Weights) -> tuple[list[Operation], list[int]]:
