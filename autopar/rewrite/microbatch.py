@@ -8,6 +8,7 @@ three parts an operator belongs to was decided by `passes.transforms.microbatch`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,9 +20,10 @@ from jax import lax
 from autopar import jax_compat
 from autopar.frontend import Body, Traced, flatten, left_to_plan
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
+from autopar.rewrite.counts_apart import with_counts_apart
 from autopar.rewrite.marks import marked_once, matching, restored
 from autopar.rewrite.row_pieces import REDUCED, Pieces, pieces_of
-from passes.errors import InternalError
+from passes.errors import InternalError, PlanningError
 from passes.ir import LOOP, Graph, TensorType
 from passes.placement import Layout, Placement, Resharding, is_free, resharding_plan, rows_in_any_order
 from passes.sharding import ShardingSpec, Step, replicated
@@ -35,7 +37,7 @@ def microbatched(
 
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
-    turns = in_turn(traced.graph, count, state_pairs=traced.state_pairs, named=traced.named, coupling=coupling)
+    traced, turns = _turns(traced, count, coupling)
     body, origins = marked_once(traced)
     graph, stacked = traced.graph, turns[0].stacked
     structs = [_stacked(x, count) if i in stacked else x for i, x in enumerate(structs)]
@@ -53,6 +55,30 @@ def microbatched(
         stacked=stacked,
         jaxpr=traced.jaxpr if coupling == "exact" else None,
     )
+
+
+def _turns(traced: Traced, count: int, coupling: Coupling) -> tuple[Traced, tuple[Turn, ...]]:
+    """(the program, its loops over microbatches): with counts in loops of their own if there is no single loop else.
+
+    Raises PlanningError as `in_turn` does for the program as it is.
+    """
+
+    def turns_of(program: Traced) -> tuple[Turn, ...]:
+        pairs, named = program.state_pairs, program.named
+        return in_turn(program.graph, count, state_pairs=pairs, named=named, coupling=coupling)
+
+    refusal: PlanningError | None = None
+    turns: tuple[Turn, ...] = ()
+    try:
+        turns = turns_of(traced)
+    except PlanningError as error:
+        refusal = error
+    if len(turns) != 1 and (apart := with_counts_apart(traced)) is not None:
+        with suppress(PlanningError):
+            return apart, turns_of(apart)
+    if refusal is not None:
+        raise refusal
+    return traced, turns
 
 
 def function_of(traced: Traced) -> Callable[..., Arrays]:
