@@ -16,6 +16,7 @@ from autopar.frontend.constraints import constrain
 from autopar.frontend.flattening import Body, Equation, flatten
 from autopar.frontend.placements import Placed, arriving, devices_of, left_to_plan
 from autopar.frontend.primitives import plain_params
+from autopar.frontend.row_loops import side_by_side
 from autopar.frontend.tracing import Traced, trace
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "left_to_plan",
     "modules",
     "plain_params",
+    "side_by_side",
     "signature_of",
     "structs_of",
     "trace",

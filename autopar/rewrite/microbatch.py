@@ -7,8 +7,7 @@ three parts an operator belongs to was decided by `passes.transforms.microbatch`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from autopar.frontend import Body, Traced, flatten, left_to_plan
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
 from autopar.rewrite.counts_apart import with_counts_apart
 from autopar.rewrite.marks import marked_once, matching, restored
+from autopar.rewrite.parted_rows import with_rows_parted
 from autopar.rewrite.row_pieces import REDUCED, Pieces, pieces_of
 from passes.errors import InternalError, PlanningError
 from passes.ir import LOOP, Graph, TensorType
@@ -58,27 +58,36 @@ def microbatched(
 
 
 def _turns(traced: Traced, count: int, coupling: Coupling) -> tuple[Traced, tuple[Turn, ...]]:
-    """(the program, its loops over microbatches): with counts in loops of their own if there is no single loop else.
+    """(the program, its loops over microbatches): rewritten if it needs none or several as it is, and then one.
 
     Raises PlanningError as `in_turn` does for the program as it is.
     """
-
-    def turns_of(program: Traced) -> tuple[Turn, ...]:
-        pairs, named = program.state_pairs, program.named
-        return in_turn(program.graph, count, state_pairs=pairs, named=named, coupling=coupling)
-
+    several: tuple[Traced, tuple[Turn, ...]] | None = None
     refusal: PlanningError | None = None
-    turns: tuple[Turn, ...] = ()
-    try:
-        turns = turns_of(traced)
-    except PlanningError as error:
-        refusal = error
-    if len(turns) != 1 and (apart := with_counts_apart(traced)) is not None:
-        with suppress(PlanningError):
-            return apart, turns_of(apart)
-    if refusal is not None:
-        raise refusal
-    return traced, turns
+    for program in _equivalent(traced, count):
+        pairs, named = program.state_pairs, program.named
+        try:
+            turns = in_turn(program.graph, count, state_pairs=pairs, named=named, coupling=coupling)
+        except PlanningError as error:
+            refusal = refusal or error
+            continue
+        if len(turns) == 1:
+            return program, turns
+        several = several or (program, turns)
+    if several is None:
+        raise refusal or InternalError("no program is in microbatches")
+    return several
+
+
+def _equivalent(traced: Traced, count: int) -> Iterator[Traced]:
+    """The program, and rewritten forms of it that may have one loop over microbatches where it has none."""
+    yield traced
+    if apart := with_counts_apart(traced):
+        yield apart
+    if count > 1 and (parted := with_rows_parted(traced, count)):
+        yield parted
+        if apart := with_counts_apart(parted):
+            yield apart
 
 
 def function_of(traced: Traced) -> Callable[..., Arrays]:

@@ -161,6 +161,19 @@ class DimClasses:
             self._unite(first, other)
         return (first,)
 
+    @staticmethod
+    def unchanged_carries(node: Node) -> tuple[bool, ...] | None:
+        """Whether each carry of a loop over slices with independent iterations never changes, be it behind the barrier
+        of a recomputation; the other carries are sums. None for any other node.
+        """
+        if (scan := scan_of(node)) is None or len(node.inputs) == scan.fixed:
+            return None
+        (body,) = node.subgraphs
+        carries = list(zip(body.inputs[scan.constants :], body.outputs[: scan.carries], strict=False))
+        unchanged = tuple(begin == _passed_on(body, end) for begin, end in carries)
+        summed = (stays or _is_summed(body, begin, end) for stays, (begin, end) in zip(unchanged, carries, strict=True))
+        return unchanged if all(summed) else None
+
     def _numbered(self, ranks: Sequence[int]) -> list[int]:
         """The number of the first dimension of each value of these ranks, which are new."""
         firsts: list[int] = []
@@ -219,6 +232,18 @@ def stands_alone(node: Node) -> bool:
     ends = body.outputs[: scan.carries]
     carries = zip(body.inputs[scan.constants :], ends, strict=False)
     return all(begin == end or _is_summed(body, begin, end) for begin, end in carries)
+
+
+def _passed_on(body: Graph, value: int) -> int:
+    """The value that another one is, before barriers and casts to the dtype that it has."""
+    rules = rules_of(body)
+    while (index := body.producers.get(value)) is not None:
+        node, rule = body.nodes[index], rules[index]
+        before = node.inputs[node.outputs.index(value)] if rule.alias else node.inputs[0] if rule.casts else value
+        if before == value or body.types[before] != body.types[value]:
+            break
+        value = before
+    return value
 
 
 def _is_summed(body: Graph, value: int, end: int) -> bool:

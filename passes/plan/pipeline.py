@@ -33,7 +33,7 @@ from passes.plan.reading import SCHEMA, check_schema
 from passes.sharding import replicated
 from passes.step import MOST_CHUNKS, Step, Variant
 from passes.text import Column, Table, quantities
-from passes.transforms import Stages, cut, kept_of
+from passes.transforms import Stages, kept_of, stages
 
 SomePlan = TypeVar("SomePlan", bound="PipelinePlan")
 
@@ -113,17 +113,17 @@ class PipelinePlan(AnyPlan):
 
         A saved plan does not say for how many stages loops were chunked: the search chunks them for layers.
         """
-        for stages in range(MOST_CHUNKS + 1):
-            variant = step.variant(self.variant(stages))
+        for count in range(MOST_CHUNKS + 1):
+            variant = step.variant(self.variant(count))
             if variant.graph.fingerprint == self.fingerprint:
                 return variant
         return step.variant(self.variant())
 
     def graphs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Graph, ...]:
-        return tuple(part.graph for part in cut(graph, self.firsts, state_pairs).parts)
+        return tuple(part.graph for part in stages.cut(graph, self.firsts, state_pairs).parts)
 
     def specs(self, graph: Graph, state_pairs: StatePairs) -> tuple[Specs, Specs]:
-        return _specs(self.stages, cut(graph, self.firsts, state_pairs), graph)
+        return _specs(self.stages, stages.cut(graph, self.firsts, state_pairs), graph)
 
     @property
     def facts(self) -> dict[str, str]:

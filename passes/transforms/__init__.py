@@ -1,11 +1,10 @@
 """Rewrites of a program that compute the same: in microbatches, with recomputation, and cut into stages."""
 
 from passes.transforms import stages
-from passes.transforms.microbatch import Split, loop_of, microbatch_stacks, sums_up_front
+from passes.transforms.microbatch import Split, loop_of, loops_over_rows, microbatch_stacks, sums_up_front
 from passes.transforms.remat import Layering, Recomputed, kept_of, layering, recompute
 from passes.transforms.remat_policy import KEPT, Kept
 from passes.transforms.stage_parts import Part, Stages
-from passes.transforms.stages import cut
 from passes.transforms.time_axis import Coupling, Time, whole_layout
 from passes.transforms.turns import Turn, in_turn
 
@@ -20,11 +19,11 @@ __all__ = [
     "Stages",
     "Time",
     "Turn",
-    "cut",
     "in_turn",
     "kept_of",
     "layering",
     "loop_of",
+    "loops_over_rows",
     "microbatch_stacks",
     "recompute",
     "stages",

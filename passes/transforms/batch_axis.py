@@ -20,6 +20,9 @@ from passes.transforms.time_axis import AXIS, Coupling, Time, whole
 PICKED = "rows are picked by an index that may be of any row of the batch, as of a permutation of it"
 """The reason why readers of rows that are picked by an index have no place in a microbatch."""
 
+RUNS_OVER = "a loop runs over the batch"
+"""The reason why a loop over slices of the batch has no place in a microbatch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
@@ -330,7 +333,7 @@ def _settled(walk: BatchWalk, node: Node, control: Control) -> LoopInTime | Refu
     for value, port_use in zip(node.inputs, control.operands, strict=True):
         spec = walk.spec(value)
         if port_use.stacked and spec.dims[0] and is_cut:
-            return Refusal(node=node, reason="a loop runs over the batch")
+            return Refusal(node=node, reason=RUNS_OVER)
         inner = ShardingSpec(dims=spec.dims[1:], partial=spec.partial) if port_use.stacked else spec
         ports.enter(port_use.port, inner, value in walk.varying)
     for _ in range(len(control.ports) + 1):

@@ -21,7 +21,7 @@ from passes.ir import LOOP, Graph, StatePairs, control_of, has_effect, is_ordere
 from passes.layers import OTHERWISE, batch_inputs, taken_for
 from passes.placement import Placement, is_free
 from passes.sharding import ShardingSpec, replicated
-from passes.transforms.batch_axis import PICKED, BatchWalk, location
+from passes.transforms.batch_axis import PICKED, RUNS_OVER, BatchWalk, location
 from passes.transforms.batch_demand import sink
 from passes.transforms.late_sums import made_of_sums, smallest
 from passes.transforms.time_axis import AXIS, Coupling, Time
@@ -99,6 +99,15 @@ def sums_up_front(graph: Graph, count: int, batch: tuple[int, ...]) -> Split | N
     except PlanningError:  # nothing of it is a microbatch's own
         return None
     return early if all(spec.partial for _, spec in early.carried) else None
+
+
+def loops_over_rows(graph: Graph, count: int, batch: tuple[int, ...]) -> frozenset[int]:
+    """The nodes that are the first loops over slices of the batch, which no microbatch can run."""
+    if not batch or any(graph.types[graph.inputs[i]].shape[0] % count for i in batch):
+        return frozenset()
+    walk = walked(graph, count, batch, "independent", waits=True)
+    loops = {id(refusal.node) for refusal in (*walk.refusals, *walk.delayed) if refusal.reason == RUNS_OVER}
+    return frozenset(i for i, node in enumerate(graph.nodes) if id(node) in loops)
 
 
 def loop_of(graph: Graph) -> int | None:

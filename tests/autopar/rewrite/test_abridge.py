@@ -30,7 +30,7 @@ from passes.planners import Auto
 from passes.progress import SearchContext
 from passes.solver import SolverOptions
 from passes.step import Variant
-from passes.transforms import cut
+from passes.transforms.stages import cut
 from tests.autopar.rewrite.traced_steps import traced_step
 from tests.sample import slow
 

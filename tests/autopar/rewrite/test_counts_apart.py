@@ -135,6 +135,24 @@ def with_gradients_inside(p: Params, b: Batch) -> jax.Array:
     return fused(p["head"], network(p, b["x"]), b["y"])
 
 
+def of_all_tokens_in_a_row(p: Params, b: Batch, n: int = CHUNKS) -> jax.Array:
+    """Chunks of consecutive rows, so that the loop runs over the batch."""
+
+    def add(sums: Any, chunk: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, summed(p["head"], *chunk)), None
+
+    over = network(p, b["x"]).reshape(n, -1, WIDTH), b["y"].reshape(n, -1)
+    (loss, count), _ = lax.scan(jax.checkpoint(add), (0.0, 0), over)
+    return loss / count
+
+
+def of_chunks_of_rows(p: Params, b: Batch) -> jax.Array:
+    """Losses of tokens that a loop over chunks of rows makes, divided by a count outside of it."""
+    over = network(p, b["x"]).reshape(8, 4, TIME, WIDTH)
+    losses = lax.map(jax.checkpoint(lambda x: jax.nn.logsumexp(x @ p["head"], -1)), over).reshape(ROWS, TIME)
+    return jnp.sum(losses * (b["y"] >= 0)) / jnp.sum(b["y"] >= 0)
+
+
 LOSSES = [
     scanned,
     checkpointed,
@@ -145,6 +163,8 @@ LOSSES = [
     weighted,
     with_what_each_chunk_makes,
     with_gradients_inside,
+    of_all_tokens_in_a_row,
+    of_chunks_of_rows,
 ]
 WAYS = [
     {"planner": autopar.DataParallel(), "microbatches": 2},
@@ -169,7 +189,54 @@ def test_the_step_is_jits(loss: Callable[..., Any], way: dict[str, Any]):
         assert_close(autopar.parallelize(step_of(loss), **way)(PARAMS, BATCH), jax.jit(step_of(loss))(PARAMS, BATCH))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+def accumulated(p: Params, b: Batch) -> tuple[Params, jax.Array]:
+    """Gradients of four parts of the batch in turn, added up by the step's own loop."""
+
+    def add(sums: Any, part: Any) -> tuple[Any, None]:
+        made = jax.value_and_grad(lambda p: jnp.mean(network(p, part["x"]) ** 2))(p)
+        return jax.tree.map(jnp.add, sums, made), None
+
+    parts = jax.tree.map(lambda x: x.reshape(4, ROWS // 4, *x.shape[1:]), b)
+    (value, gradient), _ = lax.scan(add, (0.0, jax.tree.map(jnp.zeros_like, p)), parts)
+    return jax.tree.map(lambda p, g: p - 0.1 * g / 4, p, gradient), value
+
+
+@pytest.mark.parametrize("way", WAYS[::2], ids=str)
+def test_a_loop_that_adds_up_gradients_is_parted(way: dict[str, Any]):
+    with jax.enable_x64(True):
+        assert_close(autopar.parallelize(accumulated, **way)(PARAMS, BATCH), jax.jit(accumulated)(PARAMS, BATCH))
+
+
+def test_a_microbatch_runs_the_iterations_of_its_rows():
+    structs = jax.tree.leaves(jax.eval_shape(lambda *args: args, PARAMS, BATCH))
+    graph = microbatched(trace(step_of(of_all_tokens_in_a_row), (PARAMS, BATCH), {}), structs, 2).graph
+    (inside,) = [node.subgraphs[0] for node in graph.nodes if node.scope == LOOP and scan_of(node)]
+    lengths = [scan.length for node in inside.nodes if (scan := scan_of(node)) is not None]
+    assert lengths == [4, CHUNKS // 2, CHUNKS // 2, 4]  # layers and chunks, forward and backward
+
+
+@pytest.mark.parametrize("n", [3, 2])
+def test_chunks_that_microbatches_share_are_refused(n: int):
+    """Of 96 tokens and 3 chunks, or 4 microbatches and 2 chunks."""
+    rows = {3: 6, 2: ROWS}[n]
+    batch = jax.tree.map(lambda x: x[:rows], BATCH)
+    step = step_of(lambda p, b: of_all_tokens_in_a_row(p, b, n))
+    with pytest.raises(autopar.PlanningError, match="needs as a whole"):
+        autopar.parallelize(step, microbatches={3: 2, 2: 4}[n]).plan(PARAMS, batch)
+
+
+def test_iterations_that_read_the_ones_before_are_refused():
+    def loss(p: Params, b: Batch) -> jax.Array:
+        def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ p["layers"][0] + x), None
+
+        return jnp.sum(lax.scan(step, jnp.zeros((TIME, WIDTH)), network(p, b["x"]))[0] ** 2)
+
+    with pytest.raises(autopar.PlanningError, match="a loop runs over the batch"):
+        autopar.parallelize(step_of(loss), microbatches=4).plan(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("loss", LOSSES[:-2])
 def test_one_loop_over_microbatches_has_the_products(loss: Callable[..., Any]):
     """The count is made before that loop, by a loop that computes no product."""
     structs = jax.tree.leaves(jax.eval_shape(lambda *args: args, PARAMS, BATCH))

@@ -10,7 +10,8 @@ import numpy as np
 
 from passes.ir import LOOP, Graph, Node, TensorType
 from passes.layers.forward import forward_nodes
-from passes.transforms import Stages, cut, loop_of
+from passes.transforms import Stages, loop_of
+from passes.transforms.stages import cut
 
 SIDE, MICROBATCHES = 3, 3
 

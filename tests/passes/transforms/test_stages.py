@@ -11,8 +11,8 @@ import pytest
 
 from passes.ir import LOOP, Graph, Node
 from passes.layers.forward import forward_nodes
-from passes.transforms import Part, Stages, cut, loop_of
-from passes.transforms.stages import state_pairs_of
+from passes.transforms import Part, Stages, loop_of
+from passes.transforms.stages import cut, state_pairs_of
 from tests.passes.transforms.random_steps import APPLY, MICROBATCHES, STACK, Writer, made, step
 
 SEEDS = range(60)
