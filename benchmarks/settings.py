@@ -86,8 +86,8 @@ FIXED: Mapping[str, str] = dict.fromkeys(
     "planners.wholes.LARGE": "only where a warning begins",
     "planners.manual.WORTHWHILE": "only of hand-made plans",
     "solver.clock._LEAST_SECONDS": "only where the user gives a time limit",
-    "solver.options.GAP": "varied as `SolverOptions.gap`",
-    "solver.options.RADIUS": "varied as `SolverOptions.tie_radius`",
+    "solver.coordinate_descent._MOST_ENTRIES": "bounds what is remembered, which no answer depends on",
+    "solver.options.GAP": "varied as `SolverOptions.gap`", "solver.options.RADIUS": "varied as `.tie_radius`",
 }  # fmt: skip
 """Numbers that are not varied, and why."""
 

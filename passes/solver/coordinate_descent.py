@@ -18,6 +18,9 @@ _PENALTY = 1e3
 much costs as much as the answer. Of 240 descents from random answers to problems of 14 nodes, 94 ended within the
 budget with 1, 143 with 10, and the same 149 with 100 and any more."""
 
+_MOST_ENTRIES = 4_000_000
+"""Numbers that are kept of the costs that descents of a problem met: 32 MB. It bounds memory, and changes no answer."""
+
 
 def coordinate_descent(problem: ShardingProblem, choice: Sequence[int]) -> tuple[int, ...]:
     """An answer that costs at most as much: each node in turn takes its best strategy, until none changes.
@@ -56,15 +59,13 @@ class _Tables:
 
     def __init__(self, problem: ShardingProblem, choice: list[int]) -> None:
         self.problem, self.choice = problem, choice
-        self.paid = _Paid()
+        self.met = problem.remembered.kept(_Met)
         self.known: dict[int, tuple[Floats, Floats | None]] = {}
 
     def of(self, node: int) -> tuple[Floats, Floats | None]:
         """(seconds [strategies], bytes [budgets, strategies]), the latter None for a node that no budget counts."""
         if node not in self.known:
-            around, choice = self.problem.around[node], self.choice
-            seconds = self.problem.seconds[node] + sum(self.paid.seconds(edges, node, choice) for edges in around)
-            self.known[node] = seconds, self._nbytes(node)
+            self.known[node] = self.met.of(self.problem, node, self.choice)
         return self.known[node]
 
     def moved(self, node: int) -> None:
@@ -73,17 +74,66 @@ class _Tables:
             for other in {edge.source, edge.target} - {node}:
                 self.known.pop(other, None)
 
-    def _nbytes(self, node: int) -> Floats | None:
-        """The bytes that depend on a node's strategy: those that it holds, and copies of what it makes or reads."""
-        problem, copied = self.problem, self.problem.copied
-        groups = [edges for edges in problem.around[node] if edges[0].group in copied]
-        if not groups and not any(node in budget.nbytes for budget in problem.budgets):
-            return None
+
+class _Met:
+    """The costs of a problem's nodes and of the groups around them under the strategies of others that were met so far:
+    descents of one problem mostly start from answers that differ in a few nodes.
+    """
+
+    def __init__(self) -> None:
+        self.paid = _Paid()
+        self.others: dict[int, list[tuple[int, ...]]] = {}
+        self.entries = 0
+        self.groups: dict[tuple[int, ...], tuple[Floats | float, Floats | None]] = {}
+        self.nodes: dict[tuple[int, ...], tuple[Floats, Floats | None]] = {}
+
+    def of(self, problem: ShardingProblem, node: int, choice: Sequence[int]) -> tuple[Floats, Floats | None]:
+        """(seconds [strategies], bytes [budgets, strategies]), the latter None for a node that no budget counts."""
+        others = self.others.get(node)
+        if others is None:
+            others = self.others[node] = [_others(edges, node) for edges in problem.around[node]]
+        keys = [(node, at, *[choice[other] for other in of_group]) for at, of_group in enumerate(others)]
+        whole = tuple(itertools.chain((node,), *keys))
+        if (costs := self.nodes.get(whole)) is None:
+            if self.entries > _MOST_ENTRIES:
+                self.groups.clear()
+                self.nodes.clear()
+                self.entries = 0
+            costs = self.nodes[whole] = self._costs(problem, node, choice, keys)
+            self.entries += costs[0].size * (1 + (0 if costs[1] is None else len(costs[1])))
+        return costs
+
+    def _costs(
+        self, problem: ShardingProblem, node: int, choice: Sequence[int], keys: Sequence[tuple[int, ...]]
+    ) -> tuple[Floats, Floats | None]:
+        """The costs of a node, by those of the groups around it, which have these keys."""
+        groups = problem.around[node]
+        costs = [self._of_group(problem, edges, node, choice, key) for edges, key in zip(groups, keys, strict=True)]
+        seconds = problem.seconds[node] + sum(paid for paid, _ in costs)
+        copied = [nbytes for _, nbytes in costs if nbytes is not None]
+        if not copied and not any(node in budget.nbytes for budget in problem.budgets):
+            return seconds, None
         none = np.zeros(problem.seconds[node].size)
         nbytes = np.array([budget.nbytes.get(node, none) for budget in problem.budgets], dtype=np.float64)
-        for edges in groups:
-            nbytes += self.paid.nbytes(edges, copied[edges[0].group], node, self.choice)
-        return nbytes
+        for of_group in copied:
+            nbytes += of_group
+        return seconds, nbytes
+
+    def _of_group(
+        self, problem: ShardingProblem, edges: Sequence[Edge], node: int, choice: Sequence[int], key: tuple[int, ...]
+    ) -> tuple[Floats | float, Floats | None]:
+        """The seconds of a group under every strategy of a node, and the bytes of its copies if a budget counts any."""
+        if (costs := self.groups.get(key)) is None:
+            tables = problem.copied.get(edges[0].group)
+            nbytes = None if tables is None else self.paid.nbytes(edges, tables, node, choice)
+            costs = self.groups[key] = self.paid.seconds(edges, node, choice), nbytes
+            self.entries += problem.seconds[node].size * (1 + (0 if nbytes is None else len(nbytes)))
+        return costs
+
+
+def _others(edges: Sequence[Edge], node: int) -> tuple[int, ...]:
+    """The nodes of a group beside this one."""
+    return tuple(dict.fromkeys(end for edge in edges for end in (edge.source, edge.target) if end != node))
 
 
 class _Paid:

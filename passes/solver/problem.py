@@ -129,6 +129,11 @@ class ShardingProblem:
     cache: Cache = field(default_factory=Cache, repr=False)
 
     @cached_property
+    def remembered(self) -> Cache:
+        """A cache of what is made of this very problem, its seconds and budgets included."""
+        return Cache()
+
+    @cached_property
     def groups(self) -> Mapping[int, Sequence[Edge]]:
         """The edges of each group."""
         edges_of: dict[int, list[Edge]] = defaultdict(list)

@@ -160,3 +160,16 @@ def test_a_problem_without_costs_has_an_answer(seed: int) -> None:
         edges=tuple(replace(e, seconds=np.where(np.isfinite(e.seconds), 0.0, e.seconds)) for e in problem.edges),
     )
     assert solve(free, cutoff=0.0).objective == 0.0
+
+
+@pytest.mark.parametrize("most", [0, 1_000_000])
+@pytest.mark.parametrize("seed", range(8))
+def test_descents_of_one_problem_end_where_those_of_new_ones_do(
+    seed: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("passes.solver.coordinate_descent._MOST_ENTRIES", most)
+    problem, _ = problem_of(seed)
+    rng = np.random.default_rng(seed)
+    for _ in range(6):
+        start = [int(rng.integers(seconds.size)) for seconds in problem.seconds]
+        assert coordinate_descent(problem, start) == coordinate_descent(replace(problem), start)
