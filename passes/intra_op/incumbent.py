@@ -9,7 +9,9 @@ from passes.plan import Plan
 
 GOOD_ENOUGH = 1.02
 """A plan this close, as a factor of its seconds, to the step without a limit is good enough: variants of less memory
-take longer, as they compute more (`python -m benchmarks.memory_limit` shows what a limit costs).
+take longer, as they compute more (`python -m benchmarks.memory_limit` shows what a limit costs). Nor is it bisected
+which layers may keep more: that took ten of 17 s of residual layers within .85 of their memory, 1.4 % above, and gained
+nothing.
 """
 
 _BY_OFFLOADING = 4.0

@@ -114,7 +114,7 @@ def _by_rows(memory: MeshMemory, options: SolverOptions, cutoff: float) -> Fitte
         if point.nbytes <= limit:
             nbytes = memory.peak(stated.choice).nbytes
             fitted = Fitted(solved=memory.solved, stated=problem, answer=answer, nbytes=nbytes)
-            return filled(fitted, memory, options, close=False)
+            return filled(fitted, memory, options, cutoff, close=False)
         if answer.objective >= cutoff:  # further rows make it dearer
             raise NotCheaperError("what fits takes more time than another plan")
         stalled = 0 if point.nbytes < _PROGRESS * lowest else stalled + 1
@@ -221,7 +221,7 @@ def tightened(
     whole = replace(fitted.stated, budgets=(replace(memory.problems.resident(memory.solved), limit=limit),))
     bound, stated = answer.bound, fitted.stated
     is_open = bound < enough or not stated.budgets
-    if proof := _nearer(whole, answer, options, math.inf) if is_open else None:
+    if proof := _nearer(whole, answer, options, cutoff) if is_open else None:
         bound, proof = max(bound, proof.bound), memory.settled(proof)
         if (nbytes := memory.peak(proof.choice).nbytes) <= limit:
             answer = min(proof, answer, key=lambda known: known.objective)

@@ -26,7 +26,7 @@ from passes.intra_op.peak_node import NodePath, peak_node
 from passes.intra_op.pins import arriving
 from passes.intra_op.restrictions import Restriction
 from passes.memory import peak
-from passes.placement import Grouping, group, resharding_plan
+from passes.placement import Grouping, ReshardingPlan, group, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder
 from passes.solver import Answer, Budget, Search
@@ -98,6 +98,9 @@ class MeshProblems:
     _twins: dict[Mesh, Solved | None] = field(default_factory=dict[Mesh, Solved | None], init=False)
     _rows: dict[object, Budget] = field(default_factory=dict[object, Budget], init=False)
     _peaks: dict[object, Peak] = field(default_factory=dict[object, Peak], init=False)
+    _layouts: dict[object, list[tuple[ReshardingPlan, Peak]]] = field(
+        default_factory=dict[object, "list[tuple[ReshardingPlan, Peak]]"], init=False
+    )
 
     def __post_init__(self, offload: bool) -> None:
         start = time.perf_counter()
@@ -218,9 +221,15 @@ class MeshProblems:
             point = self.peak(solved, solved.assembly.placements_of(choice))
             return replace(point, nbytes=point.nbytes - away(offloaded_nbytes(graph, layout, offloaded, mesh)))
         reshardings = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.assembly.regather)
+        alike = self._layouts.setdefault((mesh, layout.inputs, layout.placements, layout.outputs), [])
+        for known, point in alike:  # a mesh's problem and its twin mostly move the same
+            if known == reshardings:
+                return point
         donated = donations(graph, self.step.donated)
         memory = peak(graph, grouping, mesh, layout, reshardings, self.step.state_pairs, donated)
-        return Peak(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes)
+        point = Peak(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes)
+        alike.append((reshardings, point))
+        return point
 
     def look(self, solved: Solved, limit: float) -> None:
         """Notes the peak node of an answer that exceeds the limit, if none has been looked at yet."""

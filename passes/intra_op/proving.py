@@ -66,7 +66,7 @@ def proven(
     memory, least = MeshMemory(problems=problems, solved=chosen, limit=limit), enough
     fitted = filled(fitted, memory, replace(options, gap=max(options.gap, LOOSE)), cutoff)
     answer = tightened(fitted, memory, options, cutoff, enough)
-    for solved in meshes:
+    for solved in meshes if answer.objective < cutoff else ():  # else it is of no use, and so are bounds beside it
         most = min(answer.bound, enough)
         both = problems.with_twin(solved) if solved.answer.bound < most else []
         if both is None:

@@ -221,9 +221,11 @@ def _of_fewest_nbytes(trials: Sequence[Trial]) -> Plan | None:
 
 
 def _with_more_kept(trials: VariantTrials, best: Plan) -> Plan:
-    """The plan in which as many of the last layers as possible keep everything, found by bisection."""
+    """The plan in which as many of the last layers as possible keep everything, found by bisection; what is good enough
+    stays as it is.
+    """
     trials.incumbent.offer(best)
-    fewest, most = 0, len(best.remat)
+    fewest, most = 0, 0 if trials.incumbent.is_good_enough else len(best.remat)
     while most - fewest > 1 and trials.goes_on():
         middle = (fewest + most) // 2
         kept = kept_of((*best.remat[: len(best.remat) - middle], *("everything",) * middle))
