@@ -29,10 +29,18 @@ def with_counts_apart(traced: Traced) -> Traced | None:
     The result is cached on the graph.
     """
     memo = traced.graph.memo
-    known = cast("tuple[object, Traced | None] | None", memo.get(with_counts_apart))
-    if known is None or known[0] is not traced.equations:
-        memo[with_counts_apart] = known = traced.equations, _parted(traced)
+    known = cast("tuple[Traced, Traced | None] | None", memo.get(with_counts_apart))
+    if known is None or not _is_alike(known[0], traced):
+        memo[with_counts_apart] = known = traced, _parted(traced)
     return known[1]
+
+
+def _is_alike(first: Traced, second: Traced) -> bool:
+    """Whether two traced steps of the same graph have the same batch and equations."""
+    return first.equations is second.equations and (first.state_pairs, first.named) == (
+        second.state_pairs,
+        second.named,
+    )
 
 
 def _parted(traced: Traced) -> Traced | None:

@@ -62,7 +62,8 @@ class DeviceSpec:
     Memory: operators that compute little reach `memory_efficiency` of `memory_bytes_per_second`; one fused kernel takes
     at least `launch_seconds`. Elements change their order at `strided_bytes_per_second` (0: at no cost): in transposes,
     products whose batch dimensions come after others, convolutions whose channels do not come last, and collectives
-    that cut or join another dimension than the first, for their larger side. Batched products that are one call each,
+    that cut or join another dimension than the first, for their larger side; at 0 a CPU's or GPU's copy the smaller
+    side (`Resharder`). Batched products that are one call each,
     as on CPUs with the rows of the left operand last, take `product_seconds` more each; convolutions that are products
     of patches take `pixel_seconds` for each pixel of each patch, and gradients of max pooling for each element of each
     window.
