@@ -78,8 +78,10 @@ def called(target: str) -> Any:
         module = importlib.import_module(module_name)
         if callable(function := getattr(module, name, None)):
             return function()
-    except PlanningError:
-        raise
+    except PlanningError as error:  # of a call in the user's own code, whose words are Python's
+        usage = UsageError(str(error))
+        usage.__notes__ = getattr(error, "__notes__", [])
+        raise usage from error
     except SystemExit as end:  # it read this command's line as its own, say
         rule = f"the module or the function ends the program (SystemExit: {end.code})"
         remedy = 'put what a script does, such as reading its options, under if __name__ == "__main__":'
