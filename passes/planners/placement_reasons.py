@@ -56,6 +56,7 @@ class Reasons:
         n = len(self.names)
         subject = self.names[0] if n == 1 else f"{self.names[0]} and {quantities.count(n - 1, 'array')} like it"
         fits = [rival for rival in self.rivals if rival.peak_nbytes <= self.limit_nbytes]
+        peak = quantities.nbytes(self.peak_nbytes)
         over = (
             ""
             if self.peak_nbytes <= self.limit_nbytes
@@ -65,7 +66,7 @@ class Reasons:
         lines = [
             f"{subject}, {self.type}, lies as {self.spec} on mesh {self.mesh}:",
             f"  {_meaning(self.spec, self.type, self.mesh)}.",
-            f"A step takes {quantities.seconds(self.seconds)} and {quantities.nbytes(self.peak_nbytes)} of a device{over}.",
+            f"A step takes {quantities.seconds(self.seconds)} and {peak} of a device{over}.",
             _why(self.rivals, fits, faster, self.seconds, self.limit_nbytes),
             *(f"  {self._against(rival)}" for rival in list(dict.fromkeys((*faster, *fits)))[:5]),
         ]
