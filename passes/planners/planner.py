@@ -89,15 +89,13 @@ class Planner(Protocol):
 
 
 def named(planner: Planner) -> str:
-    """A planner as it would be written, without default values: `Megatron(data=4, tensor=2)`; of a plan, what it is:
-    `Manual(source=<ZeRO-3 plan, x=8>)`.
-    """
+    """A planner as it would be written, without default values: `Megatron(data=4, tensor=2)`."""
     if not is_dataclass(planner):
         return type(planner).__name__
     usual = {field.name: field.default for field in fields(planner)}
     factories = {field.name: field.default_factory for field in fields(planner)}
     words = [
-        f"{name}={f'<{value.planner} plan, {value.shape}>' if isinstance(value, AnyPlan) else repr(value)}"
+        f"{name}={value!r}"
         for name, value in ((field.name, getattr(planner, field.name)) for field in fields(planner))
         if value != usual[name] and not (callable(make := factories[name]) and make() == value)
     ]

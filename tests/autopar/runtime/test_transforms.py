@@ -273,6 +273,14 @@ def test_nans_of_a_loop_are_those_of_a_line():
         autopar.parallelize(step)(-jnp.ones(8))
 
 
+def test_nans_of_a_microbatch_are_of_no_operation():
+    def step(weights, x):
+        return jax.value_and_grad(lambda weights: jnp.log(x @ weights).sum())(weights)
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"a result of a microbatch; .*jax.jit"):
+        autopar.parallelize(step, microbatches=2)(jnp.ones((4, 4)), -jnp.ones((8, 4)))
+
+
 def test_nans_of_a_pipeline_are_those_of_a_stage():
     def step(weights, x):
         return jax.value_and_grad(lambda weights: jnp.log(-jnp.tanh(x @ weights[0]) @ weights[1]).sum())(weights)
