@@ -244,6 +244,7 @@ def test_a_saved_plan_is_a_planner(capsys, train):
         ("train:not_an_example", [], "returned int, not a step and its arguments"),
         ("train:lone_example", [], "it returned a step and ShapeDtypeStruct, and the step's arguments are a tuple"),
         ("train:flat_example", [], "return (step, (state, batch))"),
+        ("train:unpacked_example", [], "it returned 4 arguments for a step that takes params, batch: too many"),
         ("train:example", ["--planner", "magic"], "'magic' is not a planner"),
         ("train:example", ["--forbid", "gather"], "'gather' is no kind of collective"),
         ("train:example", ["--planner", "dp", "--forbid", "all_reduce"], "are of --planner auto"),

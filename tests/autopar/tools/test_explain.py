@@ -15,6 +15,7 @@ from autopar.tools import fit, targets
 from autopar.tools.cli import main
 from autopar.tools.pareto_front import LESS, front
 from passes.errors import OverBudgetError
+from passes.intra_op import pins
 from passes.plan import LayerCost, load_plan
 from passes.plan.text import layers_table
 from passes.planners import reasons
@@ -91,6 +92,10 @@ def test_explain_says_what_there_is(plan, capsys, what, known):
     written = capsys.readouterr().err
     assert known in written
     assert "name one" in written
+
+
+def test_a_step_without_inputs_has_none_to_name():
+    assert pins.guesses("x", ()) == "inputs are none"
 
 
 def test_explain_shows_what_layers_cost_and_one_by_its_name(plan, capsys):
