@@ -44,11 +44,11 @@ class AnyPlan(Storable):
     collectives: tuple[Collective, ...]
     """The collectives of one step, in all of its programs."""
 
-    def __repr__(self) -> str:  # its fields are tens of thousands of characters
-        return f"<{self.planner} plan, {self.shape}>"
-
     nbytes: Mapping[str, int]
     """Predicted peak bytes on the fullest device, by cause."""
+
+    def __repr__(self) -> str:  # its fields are tens of thousands of characters
+        return f"<{self.planner} plan, {self.shape}>"
 
     @property
     @abstractmethod
@@ -345,7 +345,6 @@ class Plan(AnyPlan):
 
     @classmethod
     def from_json(cls, data: object) -> Self:
-        """The plan that `to_json` described. Raises PlanningError, with the place, for anything that is not one."""
         plan = read_plan(data, cls)
         return replace(plan, counted_for="") if plan.counted_for == plan.placed else plan
 

@@ -118,7 +118,7 @@ def test_every_argument_is_differentiated_as_in_jit():
     assert_close(ours(given)[0], theirs(given)[0])
 
 
-def test_what_stands_still_adds_no_infinity():
+def test_an_unchanged_argument_adds_no_infinity_to_a_derivative():
     """A rule that took the other argument to move by zero would multiply that by an infinite derivative."""
 
     def f(w, x):

@@ -334,7 +334,7 @@ def test_a_number_that_cannot_be_is_refused_with_its_option(capsys, train, comma
     assert message in written
 
 
-def test_what_is_measured_can_be_saved(capsys, train):
+def test_measure_is_refused_before_it_begins_if_its_file_cannot_be_written(capsys, train):
     assert main(["measure", "--devices", "1", "--out", "absent/here.json"]) == 2
     assert "the cluster cannot be written: there is no folder absent" in capsys.readouterr().err
 

@@ -53,7 +53,7 @@ def test_a_point_is_what_the_plan_for_it_says(step: Any, args: Any):
         assert row.estimate == Estimate.of(plan)
 
 
-def test_what_a_function_may_need_itself_is_the_limit():
+def test_a_functions_own_memory_limit_is_the_rows_limit():
     args = f32(64, 64), f32(32, 64)
     function = autopar.parallelize(row_by_row, memory_limit="1 KiB")
     (small,) = autopar.simulate(function, args, cluster="2:h100").rows
