@@ -64,8 +64,7 @@ def test_nothing_is_better_than_what_is_found(seed: int) -> None:
         )
 
     if math.isinf(best):
-        with pytest.raises(PlanningError):
-            search(10**6)
+        assert search(10**6) is None
         return
     found = search(10**6)
     assert found.seconds == pytest.approx(best, rel=1e-9)
