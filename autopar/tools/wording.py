@@ -5,10 +5,13 @@ Planning does not know who asks, and names options as Python programs write them
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+
+_SIZE = re.compile(r"""['"](.*?)['"]: (\d+)""")
+_QUOTED = re.compile(r"""['"](.*?)['"]""")
+"""An axis with its size, and a kind of collective, as Python writes them."""
 
 
 def on_command_line(message: str) -> str:
@@ -20,12 +23,12 @@ def on_command_line(message: str) -> str:
 
 def _mesh(match: re.Match[str]) -> str:
     """The option for `mesh={'data': 4}`."""
-    return f"--mesh {','.join(f'{axis}={size}' for axis, size in ast.literal_eval(match[1]).items())}"
+    return f"--mesh {','.join(f'{axis}={size}' for axis, size in _SIZE.findall(match[1]))}"
 
 
 def _kinds(match: re.Match[str]) -> str:
     """The option for `forbid=['all_to_all']`."""
-    return f"--forbid {','.join(ast.literal_eval(f'({match[1]},)'))}"
+    return f"--forbid {','.join(_QUOTED.findall(match[1]))}"
 
 
 def _pin(match: re.Match[str]) -> str:
