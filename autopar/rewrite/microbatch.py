@@ -20,7 +20,7 @@ from autopar import jax_compat
 from autopar.frontend import Body, Traced, flatten, left_to_plan
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
 from autopar.rewrite.counts_apart import with_counts_apart
-from autopar.rewrite.marks import marked_once, matching, restored
+from autopar.rewrite.marks import marked_once, restored
 from autopar.rewrite.parted_rows import with_rows_parted
 from autopar.rewrite.row_pieces import REDUCED, Pieces, pieces_of
 from passes.errors import InternalError, PlanningError
@@ -49,7 +49,7 @@ def microbatched(
     return replace(
         traced,
         graph=named_again,
-        equations=tuple(map(matching, written.equations, named_again.nodes)),
+        equations=written.matching(named_again).equations,
         constants=written.constants,
         state_pairs=tuple(pair for pair in traced.state_pairs if pair[1] not in stacked),
         stacked=stacked,

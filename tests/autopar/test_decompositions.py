@@ -35,7 +35,7 @@ PUBLISHED: dict[str, tuple[Callable[..., Any], str, tuple[tuple[int, ...], ...],
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_was_published_is_met_within_a_half(name: str):
+def test_published_seconds_are_predicted_within_a_half(name: str):
     step, device, shapes, published = PUBLISHED[name]
     assert published / 1.5 < seconds(step, device, *shapes) < published * 1.5
 

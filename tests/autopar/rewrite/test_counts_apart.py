@@ -247,7 +247,7 @@ def test_one_loop_over_microbatches_has_the_products(loss: Callable[..., Any]):
     assert all(node.primitive != "dot_general" for node in before[0].subgraphs[0].nodes)
 
 
-def test_what_both_loops_need_is_in_each():
+def test_nodes_that_both_loops_need_are_in_each():
     traced = trace(step_of(counted_by_fori_loop), (PARAMS, BATCH), {})
     apart = with_counts_apart(traced)
     assert apart is not None
