@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 import jax
-from jax.lax import broadcast_in_dim_p, concatenate_p, sharding_constraint_p, slice_p
+from jax.lax import broadcast_in_dim_p, concatenate_p, reshape_p, sharding_constraint_p, slice_p
 from jax.sharding import Sharding
 
 from autopar import jax_compat
@@ -68,24 +68,25 @@ def flatten(
     output_names: tuple[str, ...] = (),
     out_shardings: Placed = (),
     row_loops: RowLoops | None = None,
+    once: bool = False,
 ) -> Body:
     """The body of a closed jaxpr, with its outputs in these shardings where there are any; rows of `row_loops` run side
-    by side.
+    by side. With `once`, a loop of one iteration is left out, and what it does is done.
 
     Raises UnsupportedError for a side effect or reference that no plan can keep.
     """
     opened, consts = jax_compat.open_jaxpr(jaxpr)
-    build = _Builder(row_loops or RowLoops())
+    build = _Builder(row_loops or RowLoops(), once)
     inputs = [build.fresh(var.aval) for var in opened.invars]
     outputs = build.inline(opened, consts, inputs, Site())
     outputs = list(build.constrained(outputs, out_shardings, Site()))
     return _finished(build, inputs, outputs, input_names, output_names)
 
 
-def _inner(jaxpr: Any, call: Site, counts: Sequence[Count | None]) -> tuple[Body, list[Count | None]]:
+def _inner(jaxpr: Any, call: Site, counts: Sequence[Count | None], once: bool) -> tuple[Body, list[Count | None]]:
     """(the body of a loop or branch at `call`, how its outputs count) for inputs that count as given."""
     opened, consts = jax_compat.open_jaxpr(jaxpr)
-    build = _Builder(RowLoops())
+    build = _Builder(RowLoops(), once)
     inputs = [build.fresh(var.aval) for var in opened.invars]
     build.values.give(inputs, counts)
     outputs = build.inline(opened, consts, inputs, call)
@@ -107,8 +108,8 @@ class Site:
 class _Builder:
     """A graph under construction: values are numbered as they appear and renumbered at the end."""
 
-    def __init__(self, row_loops: RowLoops) -> None:
-        self.row_loops = row_loops
+    def __init__(self, row_loops: RowLoops, once: bool) -> None:
+        self.row_loops, self.once = row_loops, once
         self.types: list[TensorType] = []
         self._known_types: dict[Any, TensorType] = {}
         self._known_params: dict[tuple[object, ...], dict[str, object]] = {}
@@ -192,13 +193,13 @@ class _Builder:
         for simpler in (dimension_reduction, without_elements, by_extreme, tested_by_row, self.row_loops.of):
             if (jaxpr := simpler(equation)) is not None:
                 return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
-        if simplified := self._of_known(equation, inputs, site):
+        if (simplified := self._of_known(equation, inputs, site)) is not None:
             return simplified
         if reason := jax_compat.unkept_effect(equation):
             raise UnsupportedError(unsupported(name, reason, site.source))
         jaxprs = (jaxpr for key in BODIES.get(name, ()) for jaxpr in _several(equation.params[key]))
         into = entering(equation, list(map(self.values.count, inputs))) if name in BODIES else ()
-        inner = [_inner(jaxpr, site, counts) for jaxpr, counts in zip(jaxprs, into, strict=True)]
+        inner = [_inner(jaxpr, site, counts, self.once) for jaxpr, counts in zip(jaxprs, into, strict=True)]
         bodies = tuple(body for body, _ in inner)
         outputs = tuple(self.fresh(var.aval) for var in equation.outvars)
         if inner:
@@ -218,16 +219,22 @@ class _Builder:
             Equation(primitive=equation.primitive, params=equation.params, bodies=bodies),
         )
 
-    def _of_known(self, equation: Any, inputs: tuple[int, ...], site: Site) -> Sequence[int]:
+    def _of_known(self, equation: Any, inputs: tuple[int, ...], site: Site) -> Sequence[int] | None:
         """The output values of an equation that is simpler by what is known of its operands; None for any other."""
         if (number := computed(equation, inputs, self.values)) is not None:
             return (self._spread(number, equation.outvars[0].aval, site),)
+        if (branches := equation.params.get("branches")) is not None:
+            index = number_of(inputs[0], self.values)
+            taken = None if index is None else branches[min(max(int(index), 0), len(branches) - 1)]
+            return None if taken is None else self.inline(*jax_compat.open_jaxpr(taken), inputs[1:], site)
+        if self.once and equation.params.get("length") == 1 and "jaxpr" in equation.params:
+            return _once(self, equation, inputs, site)
         if equation.primitive.name not in ROWWISE:
-            return ()
+            return None
         if number_of(inputs[1], self.values) == 0 and (jaxpr := taken_whole(equation)) is not None:
             return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
         rows = by_row(equation.primitive.name, equation.params, inputs, self.values)
-        return self._by_row(equation, inputs, rows, site) if rows else ()
+        return self._by_row(equation, inputs, rows, site) if rows else None
 
     def _by_row(self, equation: Any, inputs: tuple[int, ...], rows: Rows, site: Site) -> Sequence[int]:
         """The output values of a gather or scatter rewritten to take rows one by one."""
@@ -297,6 +304,21 @@ class _Builder:
         self.equations.append(equation)
         self.makers.update(dict.fromkeys(node.outputs, node))
         return node.outputs
+
+
+def _once(build: _Builder, equation: Any, inputs: Sequence[int], site: Site) -> list[int]:
+    """The output values of a loop of one iteration, which is its body on the only slice of what it goes over."""
+    params, types, counts = equation.params, build.types, jax_compat.scan_counts(equation.params)
+    carried, fixed = counts["num_carry"], counts["num_consts"] + counts["num_carry"]
+    slices = [_reshaped(build, v, types[v].shape[1:], site) for v in inputs[fixed:]]
+    outputs = build.inline(*jax_compat.open_jaxpr(params["jaxpr"]), [*inputs[:fixed], *slices], site)
+    return outputs[:carried] + [_reshaped(build, v, (1, *types[v].shape), site) for v in outputs[carried:]]
+
+
+def _reshaped(build: _Builder, value: int, shape: tuple[int, ...], site: Site) -> int:
+    """The value with its elements in an array of another shape."""
+    params = {"new_sizes": shape, "dimensions": None, "sharding": None}
+    return build.write(reshape_p, (value,), (build.of_type(replace(build.types[value], shape=shape)),), params, site)[0]
 
 
 def _column(build: _Builder, value: int, place: int, site: Site) -> int:

@@ -29,6 +29,7 @@ _EXACT: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "add": np.add,
         "add_any": np.add,
         "and": np.bitwise_and,
+        "clamp": lambda least, number, most: np.minimum(np.maximum(number, least), most),
         "div": np.divide,
         "eq": np.equal,
         "ge": np.greater_equal,

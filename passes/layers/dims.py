@@ -28,7 +28,7 @@ class Work(NamedTuple):
     """The flops of an operator, the classes of dimensions that it keeps without summing any of them, and those that it
     sums.
 
-    Those that are `mixed` are on both sides: each position is made of all, as in attention.
+    Those that are `mixed` are on both sides of a product: each position is made of all, as in attention.
     """
 
     flops: float
@@ -42,6 +42,7 @@ class _Operator(NamedTuple):
 
     flops: float
     is_forward: bool
+    multiplies: bool
     kept: Sequence[int]
     summed: Sequence[int]
 
@@ -88,7 +89,8 @@ class DimClasses:
                     self._unite_batches(graph, node, rule, firsts)
                 kept, summed = self._add_operator(graph, node, rule, firsts)
                 is_forward = phase(node) == "forward"
-                self._operators.append(_Operator(times * rule.flops, is_forward, [*kept, *(around or ())], summed))
+                kept = [*kept, *(around or ())]
+                self._operators.append(_Operator(times * rule.flops, is_forward, rule.multiplies, kept, summed))
         return Numbering(firsts, bodies)
 
     def _add_control(
@@ -220,11 +222,11 @@ class DimClasses:
         """The work of each operator, of those of the forward pass if there is one."""
         has_forward = any(operator.is_forward for operator in self._operators)
         works: list[Work] = []
-        for flops, is_forward, kept, summed in self._operators:
+        for flops, is_forward, multiplies, kept, summed in self._operators:
             if is_forward or not has_forward:
                 kept_classes, summed_classes = frozenset(map(self.root, kept)), frozenset(map(self.root, summed))
-                mixed = kept_classes & summed_classes
-                works.append(Work(flops, kept_classes - mixed, summed_classes, mixed))
+                mixed = kept_classes & summed_classes if multiplies else frozenset[int]()
+                works.append(Work(flops, kept_classes - summed_classes, summed_classes, mixed))
         return works
 
 

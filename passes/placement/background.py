@@ -156,7 +156,7 @@ def _is_for_updates(graph: Graph, value: int) -> bool:
 def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
     """The values that neither pass waits for: updates alone read them, or they are returned, as a loss is.
 
-    So are values of which only casts and sums of equal size are read that nobody waits for. Values that a loop's body
+    So are values of which only casts, sums and paddings are read that nobody waits for. Values that a loop's body
     makes in the forward pass as well, as a microbatch does, are summed and reduced once after the loop, and count only
     if they are returned.
     """
@@ -177,12 +177,14 @@ def _unawaited(graph: Graph, leaving: Collection[int]) -> frozenset[int]:
 
 
 def _hands_on(graph: Graph, value: int, reader: int, unawaited: set[int]) -> bool:
-    """Whether a small operator makes of a value, at equal size, one that nobody waits for."""
+    """Whether a small operator makes of a value one of at least its size that nobody waits for: a cast, a sum, or the
+    padding of what is the gradient of a slice.
+    """
     node = graph.nodes[reader]
     if node.subgraphs or not unawaited.issuperset(node.outputs):
         return False
-    same = all(graph.types[result].size == graph.types[value].size for result in node.outputs)
-    return same and rule_of(node, graph).light
+    is_all = all(graph.types[result].size >= graph.types[value].size for result in node.outputs)
+    return is_all and rule_of(node, graph).light
 
 
 def derived(

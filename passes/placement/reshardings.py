@@ -262,7 +262,7 @@ class _Moving:
 def early_gathers(graph: Graph, before: Sequence[Sequence[Resharding]]) -> dict[int, tuple[Resharding, ...]]:
     """The gathers for the backward pass by the node before which they start: the product of the weight before it.
 
-    A gather waits for what that product reads, and is hidden behind it, as FSDP's prefetch is: one more weight is whole.
+    A gather waits for what that product reads, and is hidden behind it, as FSDP's prefetch is. One more is then whole.
 
     Reference: Zhao et al., "PyTorch FSDP" (VLDB 2023), section 3.3.2.
     """
