@@ -106,8 +106,9 @@ def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
 def passes_on(equation: Any) -> bool:
     """Whether an equation's results are its operands: those of a hint, the one part of a split, or a sum over nothing.
 
-    Derivatives have the latter where the caller has set a mesh. `jax.flatten_util.ravel_pytree`, and so `odeint`, splits the flat elements of a single array into one part; a part
-    is of elements that may lie on several devices, so the split would bring them all to each.
+    `jax.flatten_util.ravel_pytree`, and so `odeint`, splits the flat elements of a single array into one part; a part
+    is of elements that may lie on several devices, so the split would bring them all to each. Derivatives sum over
+    nothing where the caller has set a mesh.
     """
     name = equation.primitive.name
     is_one_part = name == "split" and len(equation.outvars) == 1
