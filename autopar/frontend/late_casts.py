@@ -9,7 +9,7 @@ added up as they are: rounded once, in place of once a layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -148,7 +148,7 @@ def _carried_sums(equation: Any) -> Iterator[tuple[int, tuple[int, list[Any]]]]:
     places = {var: place for place, each in enumerate(body.eqns) for var in each.outvars}
     for carry in range(counts["num_carry"]):
         begin, end = body.invars[counts["num_consts"] + carry], body.outvars[carry]
-        summands = list(_summands(end, makers, once))
+        summands = [] if isinstance(end, jax_compat.Literal) else list(_summands(end, makers, once))
         if begin not in summands or not once.issuperset(summands):
             continue
         casts = [makers.get(each) for each in summands if each is not begin]
@@ -156,7 +156,7 @@ def _carried_sums(equation: Any) -> Iterator[tuple[int, tuple[int, list[Any]]]]:
             yield carry, (places[end], casts)
 
 
-def _summands(var: Any, makers: Mapping[Any, Any], once: Collection[Any]) -> Iterator[Any]:
+def _summands(var: Any, makers: Mapping[Any, Any], once: Set[Any]) -> Iterator[Any]:
     """What a value of a derivative adds up; itself if that is no sum, or has other readers."""
     maker = makers.get(var) if var in once else None
     if maker is None or not _adds(maker, once):
@@ -166,9 +166,11 @@ def _summands(var: Any, makers: Mapping[Any, Any], once: Collection[Any]) -> Ite
         yield from _summands(each, makers, once)
 
 
-def _adds(equation: Any, once: Collection[Any]) -> bool:
+def _adds(equation: Any, once: Set[Any]) -> bool:
     """Whether an equation adds up parts of a derivative that nobody else reads."""
-    return equation.primitive.name == _ADDED and all(each in once for each in equation.invars)
+    operands = equation.invars
+    are_variables = not any(isinstance(each, jax_compat.Literal) for each in operands)
+    return equation.primitive.name == _ADDED and are_variables and once.issuperset(operands)
 
 
 def _read_once(equations: Sequence[Any], outvars: Sequence[Any]) -> set[Any]:
