@@ -9,7 +9,7 @@ added up as they are: rounded once, in place of once a layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ def _with_late_sums(jaxpr: Any, equations: Sequence[Any]) -> Iterator[Any]:
     """The equations of an open jaxpr in which two rounded sums are added up before they are rounded."""
     makers, once = dict[Any, Any](), _read_once(equations, jaxpr.outvars)
     for equation in equations:
-        casts = [makers.get(each) for each in equation.invars] if _adds(equation, once) else []
+        casts: list[Any] = [makers.get(each) for each in equation.invars] if _adds(equation, once) else []
         if not all(cast and _rounds_a_sum(cast, makers) for cast in casts) or not _have_one_type(casts):
             makers.update(dict.fromkeys(equation.outvars, equation))
             yield equation
@@ -156,7 +156,7 @@ def _carried_sums(equation: Any) -> Iterator[tuple[int, tuple[int, list[Any]]]]:
             yield carry, (places[end], casts)
 
 
-def _summands(var: Any, makers: Mapping[Any, Any], once: Set[Any]) -> Iterator[Any]:
+def _summands(var: Any, makers: Mapping[Any, Any], once: set[Any]) -> Iterator[Any]:
     """What a value of a derivative adds up; itself if that is no sum, or has other readers."""
     maker = makers.get(var) if var in once else None
     if maker is None or not _adds(maker, once):
@@ -166,7 +166,7 @@ def _summands(var: Any, makers: Mapping[Any, Any], once: Set[Any]) -> Iterator[A
         yield from _summands(each, makers, once)
 
 
-def _adds(equation: Any, once: Set[Any]) -> bool:
+def _adds(equation: Any, once: set[Any]) -> bool:
     """Whether an equation adds up parts of a derivative that nobody else reads."""
     operands = equation.invars
     are_variables = not any(isinstance(each, jax_compat.Literal) for each in operands)
