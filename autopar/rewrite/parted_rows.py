@@ -33,7 +33,7 @@ def with_rows_parted(traced: Traced, count: int) -> Traced | None:
 
 def _parted(traced: Traced, loops: Collection[int], count: int) -> Traced | None:
     """The same step with those of these nodes in parts that can be; None if none can."""
-    writer = _Writer(traced)
+    writer = Writer(traced)
     for index, (node, equation) in enumerate(zip(traced.graph.nodes, traced.equations, strict=True)):
         jaxpr = _side_by_side(traced.graph, node, equation, count) if index in loops else None
         if jaxpr is None:
@@ -54,7 +54,7 @@ def _side_by_side(graph: Graph, node: Node, equation: Equation, count: int) -> A
 
 
 @dataclass
-class _Writer:
+class Writer:
     """A program under construction, in which values keep their numbers; `same` are results that another value is."""
 
     traced: Traced
@@ -69,6 +69,17 @@ class _Writer:
         graph = self.traced.graph
         self.types, self.literals = list(graph.types), dict(graph.literals)
         self.constants = dict(zip(graph.constants, self.traced.constants, strict=True))
+
+    def value(self, type: TensorType) -> int:
+        """A new value."""
+        self.types.append(type)
+        return len(self.types) - 1
+
+    def literal(self, number: float, type: TensorType) -> int:
+        """The value of a number."""
+        value = self.value(type)
+        self.literals[value] = number
+        return value
 
     def add(self, node: Node, equation: Equation) -> None:
         """Adds a node as it is."""
@@ -85,8 +96,7 @@ class _Writer:
                 self.same[result] = number[value]
         for value, type in enumerate(graph.types):
             if value not in number:
-                number[value] = len(self.types)
-                self.types.append(type)
+                number[value] = self.value(type)
         self.literals |= {number[v]: literal for v, literal in graph.literals.items()}
         self.constants |= {number[v]: array for v, array in zip(graph.constants, body.constants, strict=True)}
         for made, equation in zip(graph.nodes, body.equations, strict=True):
