@@ -157,7 +157,7 @@ def _carried_sums(equation: Any) -> Iterator[tuple[int, tuple[int, list[Any]]]]:
 
 
 def _summands(var: Any, makers: Mapping[Any, Any], once: set[Any]) -> Iterator[Any]:
-    """What a value of a derivative adds up; itself if that is no sum, or has other readers."""
+    """The summands of a value of a derivative; itself if it is no sum, or has other readers."""
     maker = makers.get(var) if var in once else None
     if maker is None or not _adds(maker, once):
         yield var

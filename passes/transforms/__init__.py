@@ -1,7 +1,6 @@
 """Rewrites of a program that compute the same: in microbatches, with recomputation, and cut into stages."""
 
 from passes.transforms import stages
-from passes.transforms.late_factor import late_factor
 from passes.transforms.microbatch import Split, loop_of, loops_over_rows, microbatch_stacks, sums_up_front
 from passes.transforms.remat import Layering, Recomputed, kept_of, layering, recompute
 from passes.transforms.remat_policy import KEPT, Kept
@@ -22,7 +21,6 @@ __all__ = [
     "Turn",
     "in_turn",
     "kept_of",
-    "late_factor",
     "layering",
     "loop_of",
     "loops_over_rows",
