@@ -34,6 +34,12 @@ class Writer:
         self.types.append(type)
         return len(self.types) - 1
 
+    def literal(self, number: float, type: TensorType) -> int:
+        """The value of a number."""
+        value = self.fresh(type)
+        self._literals[value] = number
+        return value
+
     def add(self, node: Node, equation: Equation) -> None:
         """Adds a node."""
         self.nodes.append(replace(node, inputs=self._read(node.inputs)))
