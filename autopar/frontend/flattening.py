@@ -68,25 +68,25 @@ def flatten(
     output_names: tuple[str, ...] = (),
     out_shardings: Placed = (),
     row_loops: RowLoops | None = None,
-    once: bool = False,
+    single_loops: bool = False,
 ) -> Body:
     """The body of a closed jaxpr, with its outputs in these shardings where there are any; rows of `row_loops` run side
-    by side. With `once`, a loop of one iteration is left out, and what it does is done.
+    by side. A loop of one iteration becomes what it runs, except where `single_loops` are wanted as loops.
 
     Raises UnsupportedError for a side effect or reference that no plan can keep.
     """
     opened, consts = jax_compat.open_jaxpr(jaxpr)
-    build = _Builder(row_loops or RowLoops(), once)
+    build = _Builder(row_loops or RowLoops(), single_loops)
     inputs = [build.fresh(var.aval) for var in opened.invars]
     outputs = build.inline(opened, consts, inputs, Site())
     outputs = list(build.constrained(outputs, out_shardings, Site()))
     return _finished(build, inputs, outputs, input_names, output_names)
 
 
-def _inner(jaxpr: Any, call: Site, counts: Sequence[Count | None], once: bool) -> tuple[Body, list[Count | None]]:
+def _inner(jaxpr: Any, call: Site, counts: Sequence[Count | None], single: bool) -> tuple[Body, list[Count | None]]:
     """(the body of a loop or branch at `call`, how its outputs count) for inputs that count as given."""
     opened, consts = jax_compat.open_jaxpr(jaxpr)
-    build = _Builder(RowLoops(), once)
+    build = _Builder(RowLoops(), single)
     inputs = [build.fresh(var.aval) for var in opened.invars]
     build.values.give(inputs, counts)
     outputs = build.inline(opened, consts, inputs, call)
@@ -108,8 +108,8 @@ class Site:
 class _Builder:
     """A graph under construction: values are numbered as they appear and renumbered at the end."""
 
-    def __init__(self, row_loops: RowLoops, once: bool) -> None:
-        self.row_loops, self.once = row_loops, once
+    def __init__(self, row_loops: RowLoops, single_loops: bool) -> None:
+        self.row_loops, self.single_loops = row_loops, single_loops
         self.types: list[TensorType] = []
         self._known_types: dict[Any, TensorType] = {}
         self._known_params: dict[tuple[object, ...], dict[str, object]] = {}
@@ -199,7 +199,7 @@ class _Builder:
             raise UnsupportedError(unsupported(name, reason, site.source))
         jaxprs = (jaxpr for key in BODIES.get(name, ()) for jaxpr in _several(equation.params[key]))
         into = entering(equation, list(map(self.values.count, inputs))) if name in BODIES else ()
-        inner = [_inner(jaxpr, site, counts, self.once) for jaxpr, counts in zip(jaxprs, into, strict=True)]
+        inner = [_inner(jaxpr, site, counts, self.single_loops) for jaxpr, counts in zip(jaxprs, into, strict=True)]
         bodies = tuple(body for body, _ in inner)
         outputs = tuple(self.fresh(var.aval) for var in equation.outvars)
         if inner:
@@ -227,7 +227,7 @@ class _Builder:
             index = number_of(inputs[0], self.values)
             taken = None if index is None else branches[min(max(int(index), 0), len(branches) - 1)]
             return None if taken is None else self.inline(*jax_compat.open_jaxpr(taken), inputs[1:], site)
-        if self.once and equation.params.get("length") == 1 and "jaxpr" in equation.params:
+        if not self.single_loops and equation.params.get("length") == 1 and "jaxpr" in equation.params:
             return _once(self, equation, inputs, site)
         if equation.primitive.name not in ROWWISE:
             return None

@@ -109,8 +109,7 @@ def trace(
     names = signature.names(dynamic, len(args))
     named = signature.named(names, batch_argnums, batch_argnames, len(args))
     live, read = without_dead_code(with_late_casts(traced.jaxpr))
-    outward = {"output_names": _output_names(out_tree), "out_shardings": outputs}
-    flattened = partial(flatten, live, input_names=names, once=True, **outward)
+    flattened = partial(flatten, live, input_names=names, output_names=_output_names(out_tree), out_shardings=outputs)
     body = flattened()
     pairs = state_pairs(body.graph, in_tree, out_tree, donated)
     body = _by_rows(body, flattened, pairs, named, parts)

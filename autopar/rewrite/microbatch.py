@@ -44,7 +44,8 @@ def microbatched(
     structs = [_stacked(x, count) if i in stacked else x for i, x in enumerate(structs)]
     with jax_compat.no_mesh():
         jaxpr = jax.make_jaxpr(lambda *inputs: _run_in_turn(body, turns, coupling, inputs))(*structs)
-    written = flatten(jaxpr, input_names=graph.input_names, output_names=graph.output_names)
+    # A pipeline looks for the loop over microbatches, also over one.
+    written = flatten(jaxpr, input_names=graph.input_names, output_names=graph.output_names, single_loops=True)
     pinned = {i: placement for i, placement in graph.pinned.items() if i not in stacked}
     named_again = replace(restored(written.graph, origins), pinned=pinned)
     return replace(

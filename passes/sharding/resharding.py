@@ -194,8 +194,9 @@ class Resharder:
 
     @property
     def hides_gathers(self) -> bool:
-        """Whether a gather runs behind computing, so that it is worth starting early."""
-        return self.mesh.cluster.group().device.collective_overlap > 0
+        """Whether a compiler starts a gather where the program does, and hides it from there on, as XLA:GPU does."""
+        device = self.mesh.cluster.group().device
+        return device.cores > 0 and device.collective_overlap > 0
 
     def is_packed(self, type: TensorType, after: ShardingSpec, steps: Sequence[Step]) -> bool:
         """Whether a program packs a reduction of a value by these `steps` with others that do not wait for it."""
