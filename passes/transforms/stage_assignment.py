@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from passes.ir import Graph, Node
@@ -39,21 +39,26 @@ class StageAssignment:
                 at = self._backward_stage(node, places)
             self.stage[index] = at
             self.made.update(dict.fromkeys(node.outputs, at))
+        added_up: set[int] = set()  # summands of the sums over microbatches, and what these alone are made of
         for index in sorted(self.late & self.stage.keys(), reverse=True):
-            at = self._reading_stage(index)
+            node = self.body.nodes[index]
+            readers = {reader for value in node.outputs for reader in self.body.consumers.get(value, ())}
+            if forward.adds_up(node) or (readers and readers <= added_up):
+                added_up.add(index)
+                continue
+            at = self._reading_stage(index, readers)
             self.stage[index] = at
-            self.made.update(dict.fromkeys(self.body.nodes[index].outputs, at))
+            self.made.update(dict.fromkeys(node.outputs, at))
 
-    def _reading_stage(self, index: int) -> int:
+    def _reading_stage(self, index: int, readers: Collection[int]) -> int:
         """The stage before, if it alone reads what a light backward operator makes, and has less sent to make it itself.
 
         As a cotangent in half, beside the whole one that it is sent for a residual stream, or in a wider type.
         """
         body, node, at = self.body, self.body.nodes[index], self.stage[index]
-        readers = [reader for value in node.outputs for reader in body.consumers.get(value, ())]
         stages = {self.stage[reader] for reader in readers if reader in self.stage}
-        is_kept = forward.adds_up(node) or not body.returned.isdisjoint(node.outputs)
-        if is_kept or len(stages) != 1 or not rules_of(body)[index].light:
+        is_returned = not body.returned.isdisjoint(node.outputs)
+        if is_returned or len(stages) != 1 or not rules_of(body)[index].light:
             return at
         (before,) = stages
         sent = [v for v in node.inputs if v in self.made and not self._is_at_hand(v, before, index)]
