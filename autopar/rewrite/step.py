@@ -103,7 +103,9 @@ class _Family:
     known: dict[Variant, TracedStep] = field(default_factory=dict[Variant, TracedStep])
     in_microbatches: dict[object, Traced] = field(default_factory=dict[object, Traced])
     chunked: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Pieces | None]] = field(default_factory=dict)
-    shorter: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Structs, tuple[int, ...]] | None] = field(default_factory=dict)
+    shorter: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Structs, tuple[int, ...]] | None] = field(
+        default_factory=dict
+    )
 
     def made(self, variant: Variant) -> TracedStep:
         """A variant of the step. Raises PlanningError where the step has no such variant."""
@@ -156,7 +158,9 @@ class _Family:
             return None
         return self._step(short, chosen, None, left_out)
 
-    def _step(self, traced: Traced, chosen: Variant, pieces: Pieces | None, left_out: tuple[int, ...] = ()) -> TracedStep:
+    def _step(
+        self, traced: Traced, chosen: Variant, pieces: Pieces | None, left_out: tuple[int, ...] = ()
+    ) -> TracedStep:
         return TracedStep(
             graph=traced.graph,
             state_pairs=traced.state_pairs,
@@ -213,8 +217,8 @@ def _check_one_loop(traced: Traced) -> None:
 
 
 def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, tuple[int, ...]] | None:
-    """(a step without some of its blocks, its arguments, how many are left out of each stretch); None if it has more stages than
-    blocks.
+    """(a step without some of its blocks, its arguments, how many are left out of each stretch); None if it has more
+    stages than blocks.
     """
     sample = sample_graph(traced.graph, traced.state_pairs)
     if sample is None or sum(missing + SAMPLE_BLOCKS for missing in sample.left_out if missing) < stages:

@@ -128,10 +128,10 @@ def stretches(body: Graph, covered: float = COVERED) -> tuple[tuple[int, ...], .
 
 def _stretches(words: Numbers, flops: Floats, crossing: Floats, begin: int, end: int, least: float) -> list[range]:
     """The places where blocks begin and end in each stretch between two nodes with more work than `least`, in order."""
-    found = _run(words[begin:end], flops[begin : end + 1])
-    if found is None:
+    stretch = _run(words[begin:end], flops[begin : end + 1])
+    if stretch is None:
         return []
-    first, last, period = begin + found[0], begin + found[1], found[2]
+    first, last, period = begin + stretch[0], begin + stretch[1], stretch[2]
 
     def order(start: int) -> tuple[float, int]:
         return float(crossing[start + period]), -_count(start, last, period)

@@ -1,9 +1,9 @@
 """A step with fewer of its equal blocks (a sample), by which a deep model is priced at the cost of a shallow one.
 
 Of each stretch of equal blocks of a forward pass, the first two and the last two are kept, with their backward passes,
-weights and updates. Those between are left out; they must equal the second, operator by operator and operand by operand. Readers of
-a block that is left out read the kept block in its place, and sums over all layers, such as the norm of all gradients,
-have no terms of those. A step for which this cannot be shown has no sample.
+weights and updates. Those between are left out; they must equal the second, operator by operator and operand by
+operand. Readers of a block that is left out read the kept block in its place, and sums over all layers, such as the
+norm of all gradients, have no terms of those. A step for which this cannot be shown has no sample.
 
     step       before | 0 | 1 | 2 | ... | n-3 | n-2 | n-1 | after
     sample     before | 0 | 1 |                 n-2 | n-1 | after
@@ -74,10 +74,10 @@ def are_blocks_of(body: Graph, left_out: Sequence[int]) -> bool:
 
 def _shortened(sample: SampleGraph, number: int) -> SampleGraph:
     """The sample with four blocks of one more stretch; as it is if that has no more, or they are not equal."""
-    graph, found = sample.graph, stretches(sample.graph, covered=0.0)
-    if len(found) != len(sample.left_out) or len(found[number]) - 1 <= SAMPLE_BLOCKS:
+    graph, repeated = sample.graph, stretches(sample.graph, covered=0.0)
+    if len(repeated) != len(sample.left_out) or len(repeated[number]) - 1 <= SAMPLE_BLOCKS:
         return sample
-    firsts = found[number]
+    firsts = repeated[number]
     matched = _Matched(
         graph=graph, firsts=firsts, block_of=_blocks_of_nodes(graph, firsts), state_pairs=sample.state_pairs
     )

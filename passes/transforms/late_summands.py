@@ -1,9 +1,9 @@
 """The summands of a cotangent that several stages have, and what is made of their sum, as each stage makes it itself.
 
-A weight that is read in several places has a cotangent in each, which the backward pass adds up. What it goes on to make
-of the sum is linear where the forward pass made the same of the weight for all readers: it rounded it, or looked up a
-bias by distances. Every stage then makes that of its own summands, as L(a + b) = L(a) + L(b), and no sum is handed on
-from stage to stage in each microbatch.
+A weight that is read in several places has a cotangent in each, which the backward pass adds up. What it goes on to
+make of the sum is linear where the forward pass made the same of the weight for all readers: it rounded it, or looked
+up a bias by distances. Every stage then makes that of its own summands, as L(a + b) = L(a) + L(b), and no sum is handed
+on from stage to stage in each microbatch.
 """
 
 from __future__ import annotations
@@ -46,31 +46,32 @@ def summands_of(body: Graph, stages: Mapping[int, int], value: int, reader: int)
     if producer is None or body.consumers[value] != (reader,):
         return Summands((Summand(value),))
     node = body.nodes[producer]
-    operand = None if rule_of(node, body).accumulates else _linear_operand(body, node, stages)
-    if operand is not None:
-        operands = (node.inputs[operand],)
-    elif rule_of(node, body).accumulates:
-        operands = node.inputs
-    else:
+    operands = summed(body, node, stages)
+    if not operands:
         return Summands((Summand(value),))
-    parts = [summands_of(body, stages, v, producer) for v in operands]
+    parts = [summands_of(body, stages, node.inputs[operand], producer) for operand in operands]
     summands = tuple(summand for part in parts for summand in part.summands)
     if len({stages.get(summand.value, 0) for summand in summands}) == 1:
         return Summands((Summand(value),))
-    if operand is not None:
+    if not rule_of(node, body).accumulates:
+        (operand,) = operands
         summands = tuple(Summand(s.value, (*s.then, Made(producer, operand))) for s in summands)
     return Summands(summands, frozenset({producer}).union(*(part.replaced for part in parts)))
 
 
-def _linear_operand(body: Graph, node: Node, stages: Mapping[int, int]) -> int | None:
-    """The one operand of a light operator that is of a stage, if its result is linear in that; None if it is not.
+def summed(body: Graph, node: Node, stages: Mapping[int, int]) -> tuple[int, ...]:
+    """The positions of the operands of a sum of cotangents, or the one of an operator that is linear in it; empty for
+    others.
 
-    Operands that every stage has are factors or indices; arrays that the operand is added to are zeros.
+    Only that one is of a stage: operands that every stage has are factors or indices, and arrays that it is added to
+    are zeros.
     """
-    staged = [i for i, v in enumerate(node.inputs) if v in stages]
     rule = rule_of(node, body)
+    if rule.accumulates:
+        return tuple(range(len(node.inputs)))
+    staged = [i for i, v in enumerate(node.inputs) if v in stages]
     if len(staged) != 1 or len(node.outputs) != 1 or node.subgraphs or rule.multiplies or rule.convolves:
-        return None
+        return ()
     (operand,) = staged
     is_linear = any(
         not factor.size
@@ -78,7 +79,7 @@ def _linear_operand(body: Graph, node: Node, stages: Mapping[int, int]) -> int |
         and all(i == operand or _is_zero(body, node.inputs[i]) for i in factor.partial)
         for factor in rule.factors
     )
-    return operand if is_linear else None
+    return (operand,) if is_linear else ()
 
 
 def _is_zero(body: Graph, value: int) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from passes.ir import Graph, Node
 from passes.layers import forward
 from passes.rules import rules_of
+from passes.transforms.late_summands import summed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,19 +40,20 @@ class StageAssignment:
                 at = self._backward_stage(node, places)
             self.stage[index] = at
             self.made.update(dict.fromkeys(node.outputs, at))
-        added_up: set[int] = set()  # summands of the sums over microbatches, and what these alone are made of
+        added_up: set[int] = set()  # nodes that add up summands of sums over microbatches, which each stage does itself
         for index in sorted(self.late & self.stage.keys(), reverse=True):
             node = self.body.nodes[index]
             readers = {reader for value in node.outputs for reader in self.body.consumers.get(value, ())}
             if forward.adds_up(node) or (readers and readers <= added_up):
-                added_up.add(index)
+                if forward.adds_up(node) or summed(self.body, node, self.made):
+                    added_up.add(index)
                 continue
             at = self._reading_stage(index, readers)
             self.stage[index] = at
             self.made.update(dict.fromkeys(node.outputs, at))
 
     def _reading_stage(self, index: int, readers: Collection[int]) -> int:
-        """The stage before, if it alone reads what a light backward operator makes, and has less sent to make it itself.
+        """The stage before, if it alone reads what a light backward operator makes, and is sent less to make it itself.
 
         As a cotangent in half, beside the whole one that it is sent for a residual stream, or in a wider type.
         """

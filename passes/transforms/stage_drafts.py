@@ -114,8 +114,8 @@ class LoopDrafts:
         summand = next(v for v in node.inputs if v != entering)
         result, init = self.node.outputs[position], self.node.inputs[self.scan.constants + position]
         by_stage: dict[int, list[Summand]] = {}
-        for one in self._summands(summand, index):
-            by_stage.setdefault(self.made.get(one.value, 0), []).append(one)
+        for part in self._summands(summand, index):
+            by_stage.setdefault(self.made.get(part.value, 0), []).append(part)
         results: list[int] = []
         for number, (at, values) in enumerate(sorted(by_stage.items())):
             draft = self.drafts[at]
@@ -136,11 +136,11 @@ class LoopDrafts:
 
     def _summands(self, value: int, reader: int) -> tuple[Summand, ...]:
         """The values of which a value is the sum, as far as stages differ; the sums are no longer computed."""
-        found = summands_of(self.body, self.made, value, reader)
-        for index in found.replaced:
+        summed = summands_of(self.body, self.made, value, reader)
+        for index in summed.replaced:
             draft = self.drafts[self.stage[index]]
             draft.body_nodes = [(origin, n) for origin, n in draft.body_nodes if origin != ("loop", index)]
-        return found.summands
+        return summed.summands
 
     def _added_up(self, draft: Draft, summands: Sequence[Summand]) -> list[int]:
         """The values that a stage adds to its running sum, those of the backward pass first: a sum that the forward

@@ -1,7 +1,8 @@
-"""Steps that repeat two kinds of blocks, as an encoder and a decoder do: stages are cut in both, samples shorten both."""
+"""Steps that repeat two kinds of blocks, an encoder's and a decoder's: stages are cut in both, samples shorten both."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from passes.pipeline.samples import finest, sampled
 from passes.pipeline.step_blocks import Sample, StepBlocks
 from passes.step import Variant
 from passes.transforms import loop_of
+from passes.transforms.stages import cut
 
 WIDTH, ROWS = 128, 64
 
@@ -80,3 +82,18 @@ def test_a_sample_has_four_of_each_and_the_step_by_its_counts() -> None:
     differs = [at for at, (one, other) in enumerate(zip(*kinds, strict=True)) if one != other]
     assert len(differs) <= 2  # the first of each adds up what all of them have
     assert finest(short, 4) == 12 + 9
+
+
+def test_what_an_encoder_makes_is_sent_to_every_stage_of_the_decoder() -> None:
+    """It was counted once, however many stages read it."""
+    step, given = translation(6, 12)
+    parallel = autopar.parallelize(step, planner=autopar.Pipeline(stages=5, microbatches=4), cluster="10:a100-80g")
+    plan = parallel.plan(*given)
+    traced = parallel.trace(*given)
+    parts = cut(traced.graph, plan.firsts, traced.state_pairs).parts
+    stream = ROWS // 4 * WIDTH * 4
+    made = next(k for k, part in enumerate(parts) if plan.sent_nbytes[k] > 2 * stream)
+    read = Counter(v for part in parts for v in part.boundary_values if v in part.graph.inputs)
+    own = [v for v in parts[made].boundary_values if v in parts[made].graph.outputs]
+    assert max(read[v] for v in own) > 2
+    assert plan.sent_nbytes[made] == stream * sum(read[v] for v in own)

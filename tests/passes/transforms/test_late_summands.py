@@ -11,7 +11,7 @@ SQUARE = TensorType(shape=(4, 4), dtype="float32")
 
 
 def body(primitive: str, *, others: tuple[str, ...] = (), first: bool = True) -> Graph:
-    """Two cotangents, added up, and an operator of the sum, whose result `tanh` reads; others are `zero` or `weight`."""
+    """Two cotangents, added up, and an operator of the sum, which `tanh` reads; others are `zero` or `weight`."""
     weight, left, right, total, made, read, zero = range(7)
     named = {"zero": zero, "weight": weight}
     operands = (*([total] if first else []), *(named[name] for name in others), *([] if first else [total]))
