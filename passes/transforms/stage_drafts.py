@@ -186,12 +186,9 @@ class StepDrafts:
             if placed_inputs:
                 largest = max(placed_inputs, key=lambda v: (loop.types[v].nbytes, -self.stage_of[v]))
                 self.stage_of.update(dict.fromkeys(node.outputs, self.stage_of[largest]))
-        self._collect(loop)
         self._first_stage = dict[int, int]()
-        for at, draft in enumerate(self.drafts):
-            made = (v for _, node in draft.nodes.values() for v in node.outputs)
-            for value in (*draft.needed, *made):
-                self._first_stage.setdefault(value, at)
+        self._collect(loop, self._wanted(loop))
+        self._collect(loop, [(self.stage_of_output(v), v) for v in self.graph.outputs if v not in self.stage_of])
         self._keep_state()
 
     def stage_of_output(self, value: int) -> int:
@@ -224,22 +221,23 @@ class StepDrafts:
         return numbered
 
     def _wanted(self, loop: LoopDrafts) -> Iterable[tuple[int, int]]:
-        """(stage, value of the step) for every value that a loop reads, and for the outputs."""
+        """(stage, value of the step) for every value that a loop reads, and for the outputs that have a stage."""
         for at, draft in enumerate(self.drafts):
             read = {v for _, node in draft.body_nodes for v in node.inputs} | {v for v, _ in draft.rows}
             read |= {v for _, node in loop.made_anywhere(read) for v in node.inputs}
             entering = zip(loop.body.inputs, loop.node.inputs, strict=True)
             yield from ((at, outer) for inner, outer in entering if inner in read)
             yield from ((at, init) for init, _, _, _ in draft.carries)
-        yield from ((self.stage_of.get(v, 0), v) for v in self.graph.outputs)
+        yield from ((self.stage_of[v], v) for v in self.graph.outputs if v in self.stage_of)
 
-    def _collect(self, loop: LoopDrafts) -> None:
+    def _collect(self, loop: LoopDrafts, wanted: Iterable[tuple[int, int]]) -> None:
+        """Adds to each stage what it makes of the step for the values that are `wanted` of it, and what it needs."""
         makers = {v: (number, origin, node) for number, origin, node in self.order for v in node.outputs}
         results = {
             result for draft in self.drafts for _, result in (*draft.rows, *((c[1], c[3]) for c in draft.carries))
         }
         everywhere = {*self.graph.constants, *self.graph.literals}
-        pending, visited = list(self._wanted(loop)), set[tuple[int, int]]()
+        pending, visited = list(wanted), set[tuple[int, int]]()
         while pending:
             at, value = pending.pop()
             if (at, value) in visited or value in everywhere:
@@ -256,6 +254,10 @@ class StepDrafts:
                 pending += [(at, v) for v in node.inputs]
             elif value not in results:
                 draft.needed.add(value)
+        for at, draft in enumerate(self.drafts):
+            made = (v for _, node in draft.nodes.values() for v in node.outputs)
+            for value in (*draft.needed, *made):
+                self._first_stage.setdefault(value, at)
 
 
 def _loop(graph: Graph) -> tuple[int, Node, Scan]:
