@@ -112,7 +112,7 @@ def stage_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]
 
 
 def stretches(body: Graph, covered: float = COVERED) -> tuple[tuple[int, ...], ...]:
-    """For each stretch of equal blocks, the first body node of each block, and of what follows the last.
+    """The first body node of each block of a stretch, and of what follows the last, for every stretch of equal blocks.
 
     Stretches with less work than one block of the largest are none; nor are any that hold less than the share `covered`
     of the work together.

@@ -230,14 +230,14 @@ class StepDrafts:
             yield from ((at, init) for init, _, _, _ in draft.carries)
         yield from ((self.stage_of[v], v) for v in self.graph.outputs if v in self.stage_of)
 
-    def _collect(self, loop: LoopDrafts, wanted: Iterable[tuple[int, int]]) -> None:
-        """Adds to each stage what it makes of the step for the values that are `wanted` of it, and what it needs."""
+    def _collect(self, loop: LoopDrafts, values: Iterable[tuple[int, int]]) -> None:
+        """Adds to each stage what it makes of the step for its own of these (stage, value), and what it needs."""
         makers = {v: (number, origin, node) for number, origin, node in self.order for v in node.outputs}
         results = {
             result for draft in self.drafts for _, result in (*draft.rows, *((c[1], c[3]) for c in draft.carries))
         }
         everywhere = {*self.graph.constants, *self.graph.literals}
-        pending, visited = list(wanted), set[tuple[int, int]]()
+        pending, visited = list(values), set[tuple[int, int]]()
         while pending:
             at, value = pending.pop()
             if (at, value) in visited or value in everywhere:
