@@ -73,8 +73,11 @@ def _instead(program: Program, first: Sent, second: Sent) -> float:
 def best_of(program: Program, rivals: Mapping[str, float], verdict: Verdict) -> None:
     """Adds findings for the seconds that a searched plan takes beyond the best of the textbook plans `rivals`.
 
-    They are laid on its collectives of activations, the longest first, then on the others.
+    They are laid on its collectives of activations, the longest first, then on the others. Without rivals, as where no
+    hand-made plan keeps the memory limit, there is none to take longer than.
     """
+    if not rivals:
+        return
     name = min(rivals, key=rivals.__getitem__)
     rest = program.plan.step_seconds - rivals[name] * ROUNDING - verdict.waited_seconds
     sends = sorted(

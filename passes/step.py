@@ -56,8 +56,8 @@ class Step:
     """A step that can be planned: a program, its state, and whether each input's memory may be reused (`donated`).
 
     `named` says of each input whether the user calls it a part of the batch; empty if the user names none. `chosen` is
-    the variant that it is, and `left_out` the number of blocks that a sample lacks. `rows` maps values that a stage
-    receives in microbatches to the dimension along which each microbatch has its rows.
+    the variant that it is, and `left_out` the blocks that a sample lacks of each stretch of equal ones. `rows` maps
+    values that a stage receives in microbatches to the dimension along which each microbatch has its rows.
     """
 
     graph: Graph
@@ -65,7 +65,7 @@ class Step:
     donated: tuple[bool, ...] = ()
     named: tuple[bool, ...] = ()
     chosen: Variant = Variant(microbatches=1)
-    left_out: int = 0
+    left_out: tuple[int, ...] = ()
     rows: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @cached_property

@@ -18,7 +18,7 @@ from autopar.rewrite.remat import recomputed
 from autopar.runtime import Pieces
 from passes.errors import PlanningError
 from passes.ir import LOOP
-from passes.layers import SAMPLE_BLOCKS, blocks, sample_graph
+from passes.layers import SAMPLE_BLOCKS, are_blocks_of, sample_graph
 from passes.pipeline import body_of
 from passes.step import Step, Variant
 from passes.transforms import Coupling, Kept, Layering, in_turn, kept_of, layering
@@ -103,7 +103,9 @@ class _Family:
     known: dict[Variant, TracedStep] = field(default_factory=dict[Variant, TracedStep])
     in_microbatches: dict[object, Traced] = field(default_factory=dict[object, Traced])
     chunked: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Pieces | None]] = field(default_factory=dict)
-    shorter: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Structs, int] | None] = field(default_factory=dict)
+    shorter: dict[tuple[tuple[Kept, ...], int], tuple[Traced, Structs, tuple[int, ...]] | None] = field(
+        default_factory=dict
+    )
 
     def made(self, variant: Variant) -> TracedStep:
         """A variant of the step. Raises PlanningError where the step has no such variant."""
@@ -152,11 +154,13 @@ class _Family:
             return None
         short, sample_structs, left_out = shortened
         short = microbatched(short, sample_structs, chosen.microbatches or 1, self.coupling)
-        if _loops(short) > 1 or len(blocks(body_of(short.graph), covered=0.0)) != SAMPLE_BLOCKS + 1:
+        if _loops(short) > 1 or not are_blocks_of(body_of(short.graph), left_out):
             return None
         return self._step(short, chosen, None, left_out)
 
-    def _step(self, traced: Traced, chosen: Variant, pieces: Pieces | None, left_out: int = 0) -> TracedStep:
+    def _step(
+        self, traced: Traced, chosen: Variant, pieces: Pieces | None, left_out: tuple[int, ...] = ()
+    ) -> TracedStep:
         return TracedStep(
             graph=traced.graph,
             state_pairs=traced.state_pairs,
@@ -212,12 +216,12 @@ def _check_one_loop(traced: Traced) -> None:
         raise PlanningError(explain("a pipeline", more, "", "plan without stages"))
 
 
-def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, int] | None:
-    """(a step without some of its blocks, its arguments, how many are left out); None if it has more stages than
-    blocks.
+def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, tuple[int, ...]] | None:
+    """(a step without some of its blocks, its arguments, how many are left out of each stretch); None if it has more
+    stages than blocks.
     """
     sample = sample_graph(traced.graph, traced.state_pairs)
-    if sample is None or sample.left_out + SAMPLE_BLOCKS < stages:
+    if sample is None or sum(missing + SAMPLE_BLOCKS for missing in sample.left_out if missing) < stages:
         return None
     short = replace(
         traced,

@@ -15,7 +15,7 @@ from passes.intra_op.roles import Value
 from passes.intra_op.strategy_filter import StrategyFilter, restricted
 from passes.ir import Graph
 from passes.layers import stage_cuts
-from passes.layers.repeats import blocks
+from passes.layers.repeats import stretches
 from passes.pipeline import PipelineOptions, body_of, pipelined
 from passes.pipeline.assemble import restated
 from passes.plan import Plan
@@ -100,7 +100,7 @@ class DeepMegatron(Megatron):
         """The first body node of each stage. Raises PlanningError for layers that stages do not share evenly."""
         if not self.ends_count and not self.layers:
             return stage_cuts(body, self.stages)
-        first_of = blocks(body)
+        first_of = max(stretches(body), key=len, default=())
         if self.layers:
             begins = list(accumulate(self.layers[:-1]))
             if max(begins, default=0) >= len(first_of):

@@ -6,8 +6,8 @@ from passes.layers import forward, layer_names, modules
 from passes.layers.attention import fused_attention
 from passes.layers.batch import OTHERWISE, batch_inputs, loops_over_batch, rows_along, taken_for
 from passes.layers.dims import DimClasses, Numbering, split_for_loop
-from passes.layers.repeats import Cuts, blocks, in_blocks, most_layers, stage_cuts
-from passes.layers.sample import SAMPLE_BLOCKS, sample_graph
+from passes.layers.repeats import Cuts, in_blocks, most_layers, stage_cuts
+from passes.layers.sample import SAMPLE_BLOCKS, are_blocks_of, sample_graph
 from passes.layers.time_first import row_dims
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
     "Cuts",
     "DimClasses",
     "Numbering",
+    "are_blocks_of",
     "batch_inputs",
-    "blocks",
     "forward",
     "fused_attention",
     "in_blocks",

@@ -1,8 +1,9 @@
 """The equal blocks of a forward pass, by the first operator of each.
 
 A model's layers apply the same operators in the same order, so that the sequence of operators and types has a period. A
-block begins where the fewest bytes cross. Blocks found here look equal; whether they are, with their backward pass and
-their updates, `passes.pipeline.structural_hash` says.
+block begins where the fewest bytes cross. An encoder and a decoder, or the towers of two inputs, repeat blocks of their
+own: each is a stretch. Blocks found here look equal; whether they are, with their backward pass and their updates,
+`passes.pipeline.structural_hash` says.
 """
 
 from __future__ import annotations
@@ -57,22 +58,21 @@ class Cuts:
     even: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
 
 
-def in_blocks(body: Graph, n_layers: int, left_out: int = 0, also: Sequence[int] = ()) -> Cuts:
+def in_blocks(body: Graph, n_layers: int, left_out: Sequence[int] = (), also: Sequence[int] = ()) -> Cuts:
     """The forward pass in blocks, and the blocks in `n_layers` layers of even work.
 
-    In a sample, `left_out` blocks are missing after the second that repeats; `also` are other numbers of stages to cut
-    it into. Raises PlanningError where there are too few places to cut into layers.
+    In a sample, of each stretch of equal blocks so many of `left_out` are missing after the second; `also` are other
+    numbers of stages to cut it into. Raises PlanningError where there are too few places to cut into layers.
     """
     nodes = forward_nodes(body)
     flops = work(body, nodes)
-    repeated = _blocks(body, nodes, flops, 0.0 if left_out else COVERED)
-    firsts = (0, *(first for first in repeated if first > nodes[0]))  # what precedes is on every stage
-    if len(firsts) + left_out < n_layers:
+    repeated = stretches(body, 0.0 if any(left_out) else COVERED)
+    inner = sorted({first for stretch in repeated for first in stretch if first > nodes[0]})
+    firsts = (0, *inner)  # what precedes is on every stage
+    if len(firsts) + sum(left_out) < n_layers:
         return _uneven(body, n_layers, also)
-    order = list(range(len(firsts)))
-    if left_out:
-        second = firsts.index(repeated[1])
-        order[second:second] = [second] * left_out
+    missing = {firsts.index(stretch[1]): count for stretch, count in zip(repeated, left_out, strict=False)}
+    order = [block for block in range(len(firsts)) for _ in range(1 + missing.get(block, 0))]
     block_flops = np.add.reduceat(flops, np.searchsorted(nodes, firsts))[order].tolist()
     evenly = {n: tuple(first for first, _ in even_ranges(block_flops, n)) for n in {n_layers, *also} if n <= len(order)}
     return Cuts(firsts=firsts, blocks=tuple(order), layers=evenly[n_layers], even=evenly)
@@ -91,7 +91,7 @@ def _uneven(body: Graph, n_layers: int, also: Sequence[int]) -> Cuts:
     return Cuts(firsts=tuple(firsts), blocks=tuple(range(len(firsts))), layers=numbered[n_layers], even=numbered)
 
 
-def most_layers(body: Graph, at_most: int, left_out: int = 0) -> int:
+def most_layers(body: Graph, at_most: int, left_out: Sequence[int] = ()) -> int:
     """The number of layers that a forward pass can be cut into, at most `at_most`; 1 where it cannot be cut."""
     for n_layers in range(at_most, 1, -1):
         with suppress(PlanningError):
@@ -111,32 +111,39 @@ def stage_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]
     return tuple(cuts.firsts[cuts.blocks[block]] for block in cuts.layers)
 
 
-def blocks(body: Graph, covered: float = COVERED) -> tuple[int, ...]:
-    """The first body node of each equal block, and of what follows the last; empty if nothing repeats.
+def stretches(body: Graph, covered: float = COVERED) -> tuple[tuple[int, ...], ...]:
+    """The first body node of each block of a stretch, and of what follows the last, for every stretch of equal blocks.
 
-    Blocks that hold less than the share `covered` of the work are none.
+    Stretches with less work than one block of the largest are none; nor are any that hold less than the share `covered`
+    of the work together.
     """
     nodes = forward_nodes(body)
-    return _blocks(body, nodes, work(body, nodes), covered)
-
-
-def _blocks(body: Graph, nodes: Sequence[int], node_flops: Floats, covered: float) -> tuple[int, ...]:
-    """The blocks among the forward `nodes`, whose flops are `node_flops`."""
-    flops = np.concatenate([[0.0], np.cumsum(node_flops)])
-    stretch = _run(_words(body, nodes), flops)
-    if stretch is None:
+    flops = np.concatenate([[0.0], np.cumsum(work(body, nodes))])
+    words, crossing = _words(body, nodes), crossing_nbytes(body, nodes)
+    cuts = _stretches(words, flops, crossing, 0, len(nodes), 0.0)
+    if sum(flops[each[-1]] - flops[each[0]] for each in cuts) < covered * flops[-1]:
         return ()
-    begin, end, period = stretch
-    crossing = crossing_nbytes(body, nodes)
+    return tuple(tuple(nodes[cut] for cut in each if cut < len(nodes)) for each in cuts)
+
+
+def _stretches(words: Numbers, flops: Floats, crossing: Floats, begin: int, end: int, least: float) -> list[range]:
+    """The places where blocks begin and end in each stretch between two nodes with more work than `least`, in order."""
+    stretch = _run(words[begin:end], flops[begin : end + 1])
+    if stretch is None:
+        return []
+    first, last, period = begin + stretch[0], begin + stretch[1], stretch[2]
 
     def order(start: int) -> tuple[float, int]:
-        return float(crossing[start + period]), -_count(start, end, period)
+        return float(crossing[start + period]), -_count(start, last, period)
 
-    start = min(range(begin, min(begin + period, end - period + 1)), key=order)
-    cuts = range(start, end + 1, period)
-    if len(cuts) - 1 < FEWEST or flops[cuts[-1]] - flops[cuts[0]] < covered * flops[-1]:
-        return ()
-    return tuple(nodes[cut] for cut in cuts if cut < len(nodes))
+    start = min(range(first, min(first + period, last - period + 1)), key=order)
+    cuts = range(start, last + 1, period)
+    total = flops[cuts[-1]] - flops[start]
+    if len(cuts) - 1 < FEWEST or total <= least:
+        return []
+    least = least or total / (len(cuts) - 1)
+    before = _stretches(words, flops, crossing, begin, start, least)
+    return [*before, cuts, *_stretches(words, flops, crossing, cuts[-1], end, least)]
 
 
 def _count(begin: int, end: int, period: int) -> int:

@@ -1,9 +1,9 @@
 """A step with fewer of its equal blocks (a sample), by which a deep model is priced at the cost of a shallow one.
 
-Of the equal blocks of a forward pass, the first two and the last two are kept, with their backward passes, weights and
-updates. Those between are left out; they must equal the second, operator by operator and operand by operand. Readers of
-a block that is left out read the kept block in its place, and sums over all layers, such as the norm of all gradients,
-have no terms of those. A step for which this cannot be shown has no sample.
+Of each stretch of equal blocks of a forward pass, the first two and the last two are kept, with their backward passes,
+weights and updates. Those between are left out; they must equal the second, operator by operator and operand by
+operand. Readers of a block that is left out read the kept block in its place, and sums over all layers, such as the
+norm of all gradients, have no terms of those. A step for which this cannot be shown has no sample.
 
     step       before | 0 | 1 | 2 | ... | n-3 | n-2 | n-1 | after
     sample     before | 0 | 1 |                 n-2 | n-1 | after
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from passes.ir import Graph, Node, StatePairs, phase
 from passes.layers.forward import forward_nodes, forward_scope
-from passes.layers.repeats import blocks
+from passes.layers.repeats import stretches
 from passes.rules import rule_of
 
 SAMPLE_BLOCKS = 4
@@ -35,34 +35,70 @@ Slot = tuple[object, int]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleGraph:
-    """The step without `left_out` of its blocks; `nodes`, `inputs` and `outputs` are indices into the whole step."""
+    """The step without so many blocks of each stretch (`left_out`); `nodes`, `inputs` and `outputs` are indices into
+    the whole step.
+    """
 
     graph: Graph
     nodes: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     state_pairs: StatePairs
-    left_out: int
+    left_out: tuple[int, ...]
 
 
 def sample_graph(graph: Graph, state_pairs: StatePairs) -> SampleGraph | None:
-    """The step with only four of its equal blocks; None if it has no more than that, or they are not shown to
-    be equal.
+    """The step with only four of the equal blocks of each stretch; None if there are no more than that, or they are not
+    shown to be equal.
     """
-    firsts = blocks(graph)
-    if len(firsts) - 1 <= SAMPLE_BLOCKS:
-        return None
-    matched = _Matched(
-        graph=graph, firsts=firsts, block_of=_blocks_of_nodes(graph, firsts), state_pairs=tuple(state_pairs)
+    sample = SampleGraph(
+        graph=graph,
+        nodes=tuple(range(len(graph.nodes))),
+        inputs=tuple(range(len(graph.inputs))),
+        outputs=tuple(range(len(graph.outputs))),
+        state_pairs=tuple(state_pairs),
+        left_out=(0,) * len(stretches(graph)),
     )
-    return matched.without() if matched.match() else None
+    for number in range(len(sample.left_out)):
+        sample = _shortened(sample, number)
+    return sample if any(sample.left_out) else None
+
+
+def are_blocks_of(body: Graph, left_out: Sequence[int]) -> bool:
+    """Whether a program has as many stretches of blocks, of which those that were shortened have four blocks left."""
+    lengths = [len(stretch) - 1 for stretch in stretches(body, covered=0.0)]
+    return len(lengths) == len(left_out) and all(
+        length == SAMPLE_BLOCKS for length, missing in zip(lengths, left_out, strict=True) if missing
+    )
+
+
+def _shortened(sample: SampleGraph, number: int) -> SampleGraph:
+    """The sample with four blocks of one more stretch; as it is if that has no more, or they are not equal."""
+    graph, repeated = sample.graph, stretches(sample.graph, covered=0.0)
+    if len(repeated) != len(sample.left_out) or len(repeated[number]) - 1 <= SAMPLE_BLOCKS:
+        return sample
+    firsts = repeated[number]
+    matched = _Matched(
+        graph=graph, firsts=firsts, block_of=_blocks_of_nodes(graph, firsts), state_pairs=sample.state_pairs
+    )
+    shorter = matched.without() if matched.match() else None
+    left_out = tuple(len(matched.gone) if k == number else count for k, count in enumerate(sample.left_out))
+    if shorter is None or not are_blocks_of(shorter.graph, left_out):
+        return sample
+    return replace(
+        shorter,
+        nodes=tuple(sample.nodes[i] for i in shorter.nodes),
+        inputs=tuple(sample.inputs[i] for i in shorter.inputs),
+        outputs=tuple(sample.outputs[o] for o in shorter.outputs),
+        left_out=left_out,
+    )
 
 
 def _blocks_of_nodes(graph: Graph, firsts: Sequence[int]) -> tuple[int, ...]:
     """The block of every node: by its place in the forward pass, or that of the operator whose gradient it is.
 
-    Other nodes belong to the block of the largest value that they read, those of the forward pass first. A node that
-    reads from no block belongs to the one block that reads it.
+    Other nodes belong to the block of the largest value that they read, those of the forward pass first, but for what
+    blocks read that are no neighbours. A node that reads from no block belongs to the one block that reads it.
     """
     block_of = [OUTSIDE] * len(graph.nodes)
     forward = [index for index in forward_nodes(graph) if index < firsts[-1]]
@@ -76,7 +112,9 @@ def _blocks_of_nodes(graph: Graph, firsts: Sequence[int]) -> tuple[int, ...]:
     }
     for value in block_of_value:
         readers = {block_of[reader] for reader in graph.consumers.get(value, ()) if reader in places}
-        block_of_value[value] = max(readers, default=block_of_value[value])
+        is_far = max(readers, default=0) - min(readers, default=0) > 1
+        is_shared = is_far and value in graph.producers  # as what an encoder hands to a decoder
+        block_of_value[value] = OUTSIDE if is_shared else max(readers, default=block_of_value[value])
     forward_values = frozenset(block_of_value)
     for index, node in enumerate(graph.nodes):
         if index not in places:
@@ -293,7 +331,7 @@ class _Matched:
             return None
         state_pairs = tuple((leaving[o], entering[i]) for o, i in self.state_pairs if o in leaving and i in entering)
         return SampleGraph(
-            graph=short, nodes=nodes, inputs=inputs, outputs=outputs, state_pairs=state_pairs, left_out=len(gone)
+            graph=short, nodes=nodes, inputs=inputs, outputs=outputs, state_pairs=state_pairs, left_out=()
         )
 
     def _kept(self, node: Node, block: int, sums: Mapping[int, int]) -> Node:

@@ -36,7 +36,7 @@ def hoisted(lowered: Operations, same: set[int], outputs: Collection[int]) -> tu
     for index in reversed(range(len(operations))):
         if index in moved and index in read:
             remaining.add(index)
-            replaced[index] = operations[index]._replace(kind="input", operands=())
+            replaced[index] = operations[index]._replace(kind="input", operands=(), tag=("hoisted", index))
         elif index not in moved and (index in read or index not in same):
             read.update(operations[index].operands)
     return replaced, sorted(remaining)

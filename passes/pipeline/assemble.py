@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from itertools import accumulate
+from types import MappingProxyType
 
 from passes.cluster import Cluster, Mesh, boundary_seconds
 from passes.errors import InternalError, PlanningError, explain
@@ -133,7 +135,8 @@ def assemble_pipeline(
             cost_by_key[key] = stage_cost(part, plan, needs(part, plan.layout, plan.mesh, pairs, given))
         return cost_by_key[key]
 
-    sent = [sent_nbytes(part) for part in cut.parts]
+    readers = Counter(v for part in cut.parts for v in part.boundary_values if v in part.graph.inputs)
+    sent = [sent_nbytes(part, readers) for part in cut.parts]
     plan = PipelinePlan(
         fingerprint=graph.fingerprint,
         cluster=cluster,
@@ -266,13 +269,16 @@ def _persistent_nbytes(part: Part, layout: Layout, mesh: Mesh) -> int:
     return nbytes + sum(s.local_nbytes(graph.types[v], mesh) for v, s in results if v not in part.boundary_values)
 
 
-def sent_nbytes(part: Part) -> tuple[int, int]:
-    """Bytes that a stage sends to the next stage, and to the one before, with each microbatch."""
+def sent_nbytes(part: Part, readers: Mapping[int, int] = MappingProxyType({})) -> tuple[int, int]:
+    """Bytes that a stage sends to later stages, and to earlier ones, with each microbatch.
+
+    A stream is sent to each of its `readers`, as what an encoder hands to all stages of a decoder; by default to one.
+    """
     onward = {value for i in part.forward for value in part.body.nodes[i].outputs}
     sent = [(v, inner) for v, inner in part.boundary_values.items() if v in part.graph.outputs]
-    forward = sum(part.body.types[inner].nbytes for _, inner in sent if inner in onward)
-    backward = sum(part.body.types[inner].nbytes for _, inner in sent if inner not in onward)
-    return forward, backward
+    nbytes = {inner: readers.get(v, 1) * part.body.types[inner].nbytes for v, inner in sent}
+    forward = sum(nbytes[inner] for inner in nbytes.keys() & onward)
+    return forward, sum(nbytes.values()) - forward
 
 
 def _transfer(

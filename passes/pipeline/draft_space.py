@@ -54,7 +54,7 @@ class DraftSpace:
     def is_large(self) -> bool:
         """Whether a step is so large that few drafts are planned, and each number of microbatches takes its time."""
         sample = next(iter(self.samples.values()))
-        return sample.left_out > 0 or size(sample.graph) > LARGE_NODES
+        return any(sample.left_out) or size(sample.graph) > LARGE_NODES
 
     @property
     def reach(self) -> float:

@@ -32,7 +32,7 @@ def samples_of(step: Step, stages: int) -> dict[int, Sample]:
     If blocks are left out, one microbatch is among them.
     """
     samples = {count: sample for count in anchors(step.counts) if (sample := sampled(step, stages, count)) is not None}
-    if 1 in step.counts and any(sample.left_out for sample in samples.values()):
+    if 1 in step.counts and any(any(sample.left_out) for sample in samples.values()):
         samples |= {1: sample} if (sample := sampled(step, stages, 1)) else {}
     return samples
 
@@ -59,9 +59,9 @@ def finest(sample: Sample, layers: int) -> int:
     """The number of layers worth having: for a sample that leaves blocks out, up to `FINEST` of equally many blocks;
     else `layers`.
     """
-    if not sample.left_out:
+    if not any(sample.left_out):
         return layers
-    n_blocks = sample.left_out + SAMPLE_BLOCKS
+    n_blocks = sum(missing + SAMPLE_BLOCKS for missing in sample.left_out if missing)
     return max(layers, math.ceil(n_blocks / math.ceil(n_blocks / FINEST)))
 
 

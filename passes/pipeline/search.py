@@ -88,7 +88,7 @@ class StagedSearch:
     @property
     def is_deep(self) -> bool:
         """Whether samples leave blocks out, so that prices cost far less than plans."""
-        return any(sample.left_out for sample in self.samples.values())
+        return any(any(sample.left_out) for sample in self.samples.values())
 
     def run(self) -> PipelinePlan | None:
         """The cheapest plan in stages; None if none is found that takes less than the cutoff and keeps the limit."""

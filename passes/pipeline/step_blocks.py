@@ -25,13 +25,13 @@ Kinds = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A step in microbatches to be priced, of which `left_out` blocks are missing after the second of the
-    equal ones.
+    """A step in microbatches to be priced; `left_out` are the blocks that are missing after the second of each stretch
+    of equal ones.
     """
 
     graph: Graph
     state_pairs: StatePairs
-    left_out: int = 0
+    left_out: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -223,7 +223,7 @@ class Auto:
         whole: Plan | None = None
         refused: PlanningError | None = None
         staged: PipelinePlan | None = None
-        is_deep = any(sample.left_out for sample in samples.values())
+        is_deep = any(any(sample.left_out) for sample in samples.values())
         if not is_deep and not self.stages:
             try:
                 whole = self.choose(step, cluster, context)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from passes.ir import Graph, Node
 from passes.layers import forward
+from passes.rules import rules_of
+from passes.transforms.late_summands import summed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +40,40 @@ class StageAssignment:
                 at = self._backward_stage(node, places)
             self.stage[index] = at
             self.made.update(dict.fromkeys(node.outputs, at))
+        added_up: set[int] = set()  # nodes that add up summands of sums over microbatches, which each stage does itself
+        for index in sorted(self.late & self.stage.keys(), reverse=True):
+            node = self.body.nodes[index]
+            readers = {reader for value in node.outputs for reader in self.body.consumers.get(value, ())}
+            if forward.adds_up(node) or (readers and readers <= added_up):
+                if forward.adds_up(node) or summed(self.body, node, self.made):
+                    added_up.add(index)
+                continue
+            at = self._reading_stage(index, readers)
+            self.stage[index] = at
+            self.made.update(dict.fromkeys(node.outputs, at))
+
+    def _reading_stage(self, index: int, readers: Collection[int]) -> int:
+        """The stage before, if it alone reads what a light backward operator makes, and is sent less to make it itself.
+
+        As a cotangent in half, beside the whole one that it is sent for a residual stream, or in a wider type.
+        """
+        body, node, at = self.body, self.body.nodes[index], self.stage[index]
+        stages = {self.stage[reader] for reader in readers if reader in self.stage}
+        is_returned = not body.returned.isdisjoint(node.outputs)
+        if is_returned or len(stages) != 1 or not rules_of(body)[index].light:
+            return at
+        (before,) = stages
+        sent = [v for v in node.inputs if v in self.made and not self._is_at_hand(v, before, index)]
+        if before >= at or any(body.producers.get(v) not in self.late for v in sent):
+            return at
+        spared = sum(body.types[v].nbytes for v in node.outputs)
+        return before if sum(body.types[v].nbytes for v in sent) < spared else at
+
+    def _is_at_hand(self, value: int, at: int, index: int) -> bool:
+        """Whether a stage has a value without the node `index`: it makes it, or another of its operators reads it."""
+        return self.made[value] == at or any(
+            self.stage.get(reader) == at for reader in self.body.consumers[value] if reader != index
+        )
 
     def _backward_stage(self, node: Node, places: Mapping[str, set[int]]) -> int:
         """The stage of its forward operator, if all operands exist there by then; else that of the saved values."""

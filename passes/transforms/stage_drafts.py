@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from passes.errors import InternalError
 from passes.ir import Graph, Node, Scan, StatePairs, TensorType, scan_of
 from passes.layers import forward, rows_along
-from passes.rules import rule_of, sum_of
+from passes.rules import sum_of
+from passes.transforms.late_summands import Made, Summand, summands_of
 from passes.transforms.microbatch import loop_of, microbatch_stacks
 from passes.transforms.stage_assignment import StageAssignment
 from passes.transforms.stage_parts import Origin
@@ -112,17 +113,14 @@ class LoopDrafts:
         entering = body.inputs[self.scan.constants + position]
         summand = next(v for v in node.inputs if v != entering)
         result, init = self.node.outputs[position], self.node.inputs[self.scan.constants + position]
-        by_stage: dict[int, list[int]] = {}
-        for value in self._summands(summand, index):
-            by_stage.setdefault(self.made.get(value, 0), []).append(value)
-        # What the backward pass has comes first: a sum that the forward pass began would lack the microbatch before.
-        for values in by_stage.values():
-            values.sort(key=lambda value: value not in self.made_late)
+        by_stage: dict[int, list[Summand]] = {}
+        for part in self._summands(summand, index):
+            by_stage.setdefault(self.made.get(part.value, 0), []).append(part)
         results: list[int] = []
         for number, (at, values) in enumerate(sorted(by_stage.items())):
             draft = self.drafts[at]
             start = total = self._fresh_inside(body.types[entering]) if number else entering
-            for value in values:
+            for value in self._added_up(draft, values):
                 new_total = self._fresh_inside(body.types[leaving])
                 draft.body_nodes.append((("loop", index), _renamed(node, (total, value), (new_total,))))
                 total = new_total
@@ -136,21 +134,40 @@ class LoopDrafts:
             self.sums.append((("loop", index), sum_of(first, other, total, source=node.source, scope=LATE_SUM)))
             first = total
 
-    def _summands(self, value: int, reader: int) -> list[int]:
+    def _summands(self, value: int, reader: int) -> tuple[Summand, ...]:
         """The values of which a value is the sum, as far as stages differ; the sums are no longer computed."""
-        body = self.body
-        producer = body.producers.get(value)
-        if producer is None or body.consumers[value] != (reader,):
-            return [value]
-        node = body.nodes[producer]
-        if not rule_of(node, body).accumulates:
-            return [value]
-        leaves = [leaf for v in node.inputs for leaf in self._summands(v, producer)]
-        if len({self.made.get(v, 0) for v in leaves}) == 1:
-            return [value]
-        draft = self.drafts[self.stage[producer]]
-        draft.body_nodes = [(origin, n) for origin, n in draft.body_nodes if origin != ("loop", producer)]
-        return leaves
+        summed = summands_of(self.body, self.made, value, reader)
+        for index in summed.replaced:
+            draft = self.drafts[self.stage[index]]
+            draft.body_nodes = [(origin, n) for origin, n in draft.body_nodes if origin != ("loop", index)]
+        return summed.summands
+
+    def _added_up(self, draft: Draft, summands: Sequence[Summand]) -> list[int]:
+        """The values that a stage adds to its running sum, those of the backward pass first: a sum that the forward
+        pass began would lack the microbatch before.
+
+        Of summands of which the same is made, that is made of their sum.
+        """
+        alike: dict[tuple[Made, ...], list[int]] = {}
+        for summand in sorted(summands, key=lambda summand: summand.value not in self.made_late):
+            alike.setdefault(summand.then, []).append(summand.value)
+        return [v for then, values in alike.items() for v in (self._made_of(draft, then, values) if then else values)]
+
+    def _made_of(self, draft: Draft, then: tuple[Made, ...], values: Sequence[int]) -> list[int]:
+        """The value that operators make, one after another, of the sum of some values."""
+        body, (total, *rest) = self.body, values
+        first = body.nodes[then[0].node]
+        for value in rest:
+            added = self._fresh_inside(body.types[value])
+            node = sum_of(total, value, added, source=first.source, scope=first.scope)
+            draft.body_nodes.append((("loop", then[0].node), node))
+            total = added
+        for made in then:
+            node = body.nodes[made.node]
+            operands = (*node.inputs[: made.operand], total, *node.inputs[made.operand + 1 :])
+            total = self._fresh_inside(body.types[node.outputs[0]])
+            draft.body_nodes.append((("loop", made.node), _renamed(node, operands, (total,))))
+        return [total]
 
 
 class StepDrafts:
@@ -169,12 +186,9 @@ class StepDrafts:
             if placed_inputs:
                 largest = max(placed_inputs, key=lambda v: (loop.types[v].nbytes, -self.stage_of[v]))
                 self.stage_of.update(dict.fromkeys(node.outputs, self.stage_of[largest]))
-        self._collect(loop)
         self._first_stage = dict[int, int]()
-        for at, draft in enumerate(self.drafts):
-            made = (v for _, node in draft.nodes.values() for v in node.outputs)
-            for value in (*draft.needed, *made):
-                self._first_stage.setdefault(value, at)
+        self._collect(loop, self._wanted(loop))
+        self._collect(loop, [(self.stage_of_output(v), v) for v in self.graph.outputs if v not in self.stage_of])
         self._keep_state()
 
     def stage_of_output(self, value: int) -> int:
@@ -207,22 +221,23 @@ class StepDrafts:
         return numbered
 
     def _wanted(self, loop: LoopDrafts) -> Iterable[tuple[int, int]]:
-        """(stage, value of the step) for every value that a loop reads, and for the outputs."""
+        """(stage, value of the step) for every value that a loop reads, and for the outputs that have a stage."""
         for at, draft in enumerate(self.drafts):
             read = {v for _, node in draft.body_nodes for v in node.inputs} | {v for v, _ in draft.rows}
             read |= {v for _, node in loop.made_anywhere(read) for v in node.inputs}
             entering = zip(loop.body.inputs, loop.node.inputs, strict=True)
             yield from ((at, outer) for inner, outer in entering if inner in read)
             yield from ((at, init) for init, _, _, _ in draft.carries)
-        yield from ((self.stage_of.get(v, 0), v) for v in self.graph.outputs)
+        yield from ((self.stage_of[v], v) for v in self.graph.outputs if v in self.stage_of)
 
-    def _collect(self, loop: LoopDrafts) -> None:
+    def _collect(self, loop: LoopDrafts, values: Iterable[tuple[int, int]]) -> None:
+        """Adds to each stage what it makes of the step for its own of these (stage, value), and what it needs."""
         makers = {v: (number, origin, node) for number, origin, node in self.order for v in node.outputs}
         results = {
             result for draft in self.drafts for _, result in (*draft.rows, *((c[1], c[3]) for c in draft.carries))
         }
         everywhere = {*self.graph.constants, *self.graph.literals}
-        pending, visited = list(self._wanted(loop)), set[tuple[int, int]]()
+        pending, visited = list(values), set[tuple[int, int]]()
         while pending:
             at, value = pending.pop()
             if (at, value) in visited or value in everywhere:
@@ -239,6 +254,10 @@ class StepDrafts:
                 pending += [(at, v) for v in node.inputs]
             elif value not in results:
                 draft.needed.add(value)
+        for at, draft in enumerate(self.drafts):
+            made = (v for _, node in draft.nodes.values() for v in node.outputs)
+            for value in (*draft.needed, *made):
+                self._first_stage.setdefault(value, at)
 
 
 def _loop(graph: Graph) -> tuple[int, Node, Scan]:

@@ -18,6 +18,7 @@ from benchmarks.megatron import megatron
 from benchmarks.textbook import EARLY, judge
 from benchmarks.trainings import MODELS, make_state, make_step
 from benchmarks.verdicts import Style
+from passes.errors import PlanningError
 from passes.sharding import ShardingSpec
 from tests.sample import slow
 
@@ -247,6 +248,19 @@ def test_a_searched_plan_may_not_be_slower_than_the_best_hand_made_one(monkeypat
     assert "1 plans, 0 with something unexplained" in capsys.readouterr().out
     assert audit.main([*arguments, "auto", "--causes"]) == 1
     assert "all_gather@data, activation, forward: dot_general float32[512,1024]" in capsys.readouterr().out
+
+
+def test_a_searched_plan_is_judged_where_no_hand_made_one_fits(monkeypatch):
+    """The best of none was asked for."""
+    planned, unfit = dense(), Planned.program
+
+    def program(self, cluster, planner):
+        if planner != "auto":
+            raise PlanningError("needs more memory than there is")
+        return unfit(self, cluster, planner)
+
+    monkeypatch.setattr(Planned, "program", program)
+    assert planned.verdict(CLUSTER, "auto")[1].findings == []
 
 
 def test_an_unknown_planner_is_refused(capsys):

@@ -18,7 +18,8 @@ from passes import inter_op
 from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES, Submesh
 from passes.intra_op import layouts
-from passes.layers import SAMPLE_BLOCKS, blocks, in_blocks, sample_graph
+from passes.layers import SAMPLE_BLOCKS, in_blocks, sample_graph
+from passes.layers.repeats import stretches
 from passes.limits import Limits
 from passes.pipeline import Sample, SearchOptions, StagedSearch, body_of, prefetch
 from passes.pipeline import search as staged
@@ -121,7 +122,7 @@ def searching(traced, samples, layers, limit=1e15):
 def test_a_sample_has_the_blocks_of_the_step(module):
     traced, short = language_model(module), sample(module)
     whole = Sample(graph=in_four(module).graph, state_pairs=traced.state_pairs)
-    assert short.left_out == LAYERS - SAMPLE_BLOCKS
+    assert short.left_out == (LAYERS - SAMPLE_BLOCKS,)
     assert len(short.graph.nodes) < 0.8 * len(whole.graph.nodes)
     kinds = [[block.kind for block in searching(traced, {4: one}, 4).table.step.blocks(4)] for one in (short, whole)]
     assert len(kinds[0]) == len(kinds[1]) == LAYERS + 2
@@ -145,7 +146,7 @@ def test_a_search_on_samples_finds_what_one_on_the_step_does():
 def test_the_order_of_names_does_not_matter():
     found = sample_graph((traced := mlp([jax.nn.relu] * 12)).graph, traced.state_pairs)
     assert found is not None
-    assert found.left_out == len(blocks(traced.graph)) - 1 - SAMPLE_BLOCKS
+    assert found.left_out == (len(stretches(traced.graph)[0]) - 1 - SAMPLE_BLOCKS,)
     state = {found.graph.types[found.graph.inputs[i]] for _, i in found.state_pairs}
     assert len(found.state_pairs) < len(traced.state_pairs)
     assert state == {traced.graph.types[traced.graph.inputs[i]] for _, i in traced.state_pairs}
@@ -161,7 +162,7 @@ def test_sums_over_all_layers_have_no_terms_of_those_left_out():
     def sums(graph):
         return sum(node.primitive == "add" and not graph.types[node.outputs[0]].shape for node in graph.nodes)
 
-    assert sums(traced.graph) - sums(found.graph) == 2 * found.left_out  # of a weight and a bias
+    assert sums(traced.graph) - sums(found.graph) == 2 * sum(found.left_out)  # of a weight and a bias
 
 
 @pytest.mark.slow
@@ -238,8 +239,8 @@ def test_a_value_that_all_blocks_read_stays():
     traced = mlp([jax.nn.relu] * 12, skip=True)
     found = sample_graph(traced.graph, traced.state_pairs)
     assert found is not None
-    assert found.left_out == 12 - SAMPLE_BLOCKS
-    assert len(traced.graph.inputs) - len(found.inputs) == 4 * found.left_out  # a weight, a bias, and their moments
+    assert found.left_out == (12 - SAMPLE_BLOCKS,)
+    assert len(traced.graph.inputs) - len(found.inputs) == 4 * (12 - SAMPLE_BLOCKS)  # weight, bias, and their moments
     found.graph.verify()
 
 
@@ -319,12 +320,12 @@ def test_no_mesh_is_taken_that_is_too_slow():
 def test_few_layers_are_not_abridged():
     traced = language_model(gpt, layers=3)
     assert sample_graph(traced.graph, traced.state_pairs) is None
-    assert sampled(whole_step(traced), 4, 4).left_out == 0
+    assert sampled(whole_step(traced), 4, 4).left_out == ()
 
 
 def test_layers_are_runs_of_blocks():
     body = body_of(in_four(gpt).graph)
-    firsts = blocks(body)
+    (firsts,) = stretches(body)
     assert len(firsts) == LAYERS + 1
     cuts = in_blocks(body, 4)
     assert set(firsts) <= set(cuts.firsts)
@@ -344,7 +345,7 @@ def test_a_mask_is_made_where_it_is_read():
 
 def test_deep_models_have_more_layers():
     graph = mlp([jax.nn.relu] * 2).graph
-    deep, shallow = (Sample(graph=graph, state_pairs=(), left_out=n) for n in (44, 0))
+    deep, shallow = (Sample(graph=graph, state_pairs=(), left_out=n) for n in ((44,), ()))
     assert finest(deep, 8) == 24
     assert finest(shallow, 8) == 8
 

@@ -193,3 +193,27 @@ def test_state_may_be_read_in_another_stage_than_makes_it_anew():
             x = draw(size=(16, 4, 8))
             (ours, value), (theirs, wanted) = parallel(ours, x), jax.jit(step)(theirs, x)
             assert_close((ours, value), (theirs, wanted))
+
+
+@pytest.mark.parametrize("donate", [(), (0,)], ids=["kept", "donated"])
+def test_weights_that_are_not_updated_are_where_they_are_read(donate: tuple[int, ...]):
+    """All that a step returns as it came was on the first stage: the whole of a model under low-rank updates."""
+
+    def step(state: Any, batch: Any) -> Any:
+        frozen, added = state
+        loss = lambda added: squared([w + a @ b for w, (a, b) in zip(frozen, added, strict=True)], batch)  # noqa: E731
+        value, gradients = jax.value_and_grad(loss)(added)
+        return (frozen, jax.tree.map(lambda w, g: w - 1e-2 * g, added, gradients)), value
+
+    with jax.enable_x64(True):
+        frozen, batch = mlp(layers=8)
+        state = frozen, [(jnp.full((8, 1), 0.1), jnp.full((1, 8), 0.1)) for _ in frozen]
+        planner = Pipeline(stages=4, microbatches=4)
+        parallel = autopar.parallelize(step, planner=planner, devices=jax.devices()[:4], donate_argnums=donate)
+        plan, traced = parallel.plan(state, batch), parallel.trace(state, batch)
+        wanted = jax.jit(step)(state, batch)
+        assert_close(parallel(jax.tree.map(jnp.copy, state), batch), wanted)
+    parts = stages.cut(traced.graph, plan.firsts, traced.state_pairs).parts
+    weights = [[n for n in part.graph.input_names if n.startswith("state[0]")] for part in parts]
+    assert list(map(len, weights)) == [2, 2, 2, 2]
+    assert sorted(n for names in weights for n in names) == sorted(f"state[0][{i}]" for i in range(8))

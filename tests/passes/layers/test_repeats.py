@@ -11,9 +11,9 @@ import pytest
 from autopar.frontend import trace
 from passes.errors import PlanningError
 from passes.ir import Graph, Node, TensorType
-from passes.layers import blocks, in_blocks
+from passes.layers import in_blocks
 from passes.layers.cuts import crossing_nbytes, work
-from passes.layers.repeats import COVERED, FEWEST
+from passes.layers.repeats import COVERED, FEWEST, stretches
 
 ROWS = 16
 SEEDS = range(60)
@@ -67,7 +67,7 @@ def repeated(seed: int, count: int) -> tuple[Graph, int, int]:
 def test_blocks_are_found_where_the_least_crosses(seed: int) -> None:
     count = random.Random(seed).randint(FEWEST, 9)
     graph, first, period = repeated(seed, count)
-    found = blocks(graph)
+    (found,) = stretches(graph)
     # Between blocks there is one narrow value, inside also a wide one: no other cut of this period sends as little.
     assert found == tuple(first + period * i for i in range(count + 1))
     crossing = crossing_nbytes(graph, range(len(graph.nodes)))
@@ -88,19 +88,19 @@ def test_one_block_less_is_taken_for_cuts_that_little_crosses() -> None:
         x = net.add("add", x, net.dense(net.add("tanh", net.dense(x, 64), width=64), 8), width=8)
     last = len(net.nodes)
     graph = net.graph(net.add("exp", net.dense(x, 64), width=64))
-    assert blocks(graph) == tuple(range(first, last + 1, 4))
+    assert stretches(graph) == (tuple(range(first, last + 1, 4)),)
 
 
 @pytest.mark.parametrize("count", range(1, FEWEST))
 def test_few_blocks_are_no_repetition(count: int) -> None:
-    assert blocks(repeated(0, count)[0]) == ()
+    assert stretches(repeated(0, count)[0]) == ()
 
 
 def test_layers_that_differ_are_no_repetition() -> None:
     net, x = Network(), 0
     for width in (8, 16, 24, 32, 40, 48):
         x = net.add("tanh", net.dense(x, width), width=width)
-    assert blocks(net.graph(x)) == ()
+    assert stretches(net.graph(x)) == ()
 
 
 def test_blocks_must_hold_most_of_the_work() -> None:
@@ -113,17 +113,17 @@ def test_blocks_must_hold_most_of_the_work() -> None:
     small, large = network(8), network(4096)
     for graph in (small, large):
         flops = work(graph, range(len(graph.nodes)))
-        assert bool(blocks(graph)) == (flops[:8].sum() >= COVERED * flops.sum())
-    assert blocks(small)
-    assert not blocks(large)
-    assert blocks(large, covered=0.0)
+        assert bool(stretches(graph)) == (flops[:8].sum() >= COVERED * flops.sum())
+    assert stretches(small)
+    assert not stretches(large)
+    assert stretches(large, covered=0.0)
 
 
 @pytest.mark.parametrize("left_out", [0, 3])
 @pytest.mark.parametrize("n_layers", [1, 2, 3, 5])
 def test_layers_are_runs_of_blocks_with_even_work(n_layers: int, left_out: int) -> None:
     graph, first, period = repeated(2, 6)
-    found = in_blocks(graph, n_layers, left_out)
+    found = in_blocks(graph, n_layers, (left_out,))
     assert found.firsts == (0, *(first + period * i for i in range(7)))
     second = found.firsts.index(first + period)
     assert found.blocks == (*range(second), *[second] * left_out, *range(second, 8))

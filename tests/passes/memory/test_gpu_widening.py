@@ -9,7 +9,8 @@ from passes.memory import xla_gpu
 from passes.memory.gpu_schedules import ordered
 from passes.memory.gpu_tasks import Role, tasks_of
 from passes.memory.gpu_widening import widened
-from passes.memory.operations import Operation
+from passes.memory.hoisting import hoisted
+from passes.memory.operations import Operation, Operations
 from passes.memory.overlap import schedule
 from passes.memory.split_products import weights_of
 from tests.passes.memory.device_programs import TABLE, drawn, narrow, operation
@@ -104,3 +105,17 @@ def test_generations_differ() -> None:
     assert ampere.arithmetic.step_nbytes("exponential") == ampere.arithmetic.step_nbytes("add")
     assert ampere.arithmetic.launch_nbytes == pytest.approx(2.04e6)
     assert xla_gpu.model(ampere) is not xla_gpu.model(hopper)
+
+
+@pytest.mark.parametrize(("before", "after"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_what_was_rounded_or_widened_ahead_of_a_loop_comes_in(before: str, after: str) -> None:
+    """The angles of a rotary embedding, the same in all layers of a scan: no operation of the loop rounds them."""
+    operations = Operations()
+    angles, x = (operations.add("input", (), (4, 4), dtype, tag) for tag, dtype in enumerate((before, after)))
+    converted = operations.add("elementwise", (angles,), (4, 4), after, f"convert {after}")
+    turned = operations.add("elementwise", (converted, x), (4, 4), after, "multiply")
+    inside, outside = hoisted(operations, {angles}, [turned])
+    assert outside == [converted]
+    changed, place = widened(inside)
+    assert changed[place[converted]] == inside[converted]
+    assert (changed[place[converted]].kind, changed[place[converted]].dtype) == ("input", after)

@@ -19,6 +19,9 @@ SQUARE = TensorType(shape=(SIDE, SIDE), dtype="float64")
 
 STACK = TensorType(shape=(MICROBATCHES, SIDE, SIDE), dtype="float64")
 
+OF_SUMS = "transpose(jvp(net))/weights"
+"""The scope of what the backward pass makes of the sum of a weight's cotangents."""
+
 APPLY = {
     "add": np.add,
     "add_any": np.add,
@@ -99,6 +102,9 @@ def microbatch(r: random.Random, n_layers: int) -> Graph:
         parts = summands.get(k, [norm])
         while len(parts) > 1:
             parts = [body.add("add_any", *parts[:2], scope=f"transpose(jvp(net))/layer_{k}"), *parts[2:]]
+        for linear in ("neg", "mul")[: r.choice((0, 0, 1, 2))]:
+            factors = (weights[k],) if linear == "mul" else ()
+            parts = [body.add(linear, *parts, *factors, scope=OF_SUMS)]
         leaving.append(body.add("add", total, parts[0], scope=f"{LOOP}/accumulate"))
     return body.graph([*weights, *sums, first, target], [*leaving, *([hidden[-1]] if r.random() < 0.5 else [])])
 

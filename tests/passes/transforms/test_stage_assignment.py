@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from passes.ir import Graph, Node, TensorType
 from passes.transforms.stage_assignment import StageAssignment
 
@@ -39,3 +41,27 @@ def test_a_weights_gradient_is_where_the_weight_is_read() -> None:
     body = Graph(types=types, nodes=nodes, inputs=(0, 1, 2), outputs=(7, 8), constants=(), literals={})
     assigned = StageAssignment(body=body, firsts=(0, 1), late={3, 4, 5}, anywhere=frozenset())
     assert assigned.stage == {0: 0, 1: 1, 2: 1, 3: 1, 4: 0, 5: 0}
+
+
+def test_what_the_stage_before_makes_of_a_cotangent_that_it_is_sent_is_not_sent_as_well() -> None:
+    """A residual stream in float32 whose branch computes in bfloat16: its cotangent is the stream's, rounded."""
+    wide, narrow = TensorType(shape=(8,), dtype="float32"), TensorType(shape=(8,), dtype="bfloat16")
+    x, weight, branch, stream, end, cotangent, rounded, of_branch, of_stream = range(9)
+    nodes = (
+        Node(primitive="mul", inputs=(x, weight), outputs=(branch,), scope="jvp(f)/a"),
+        Node(primitive="sin", inputs=(branch,), outputs=(stream,), scope="jvp(f)/a"),
+        Node(primitive="sin", inputs=(stream,), outputs=(end,), scope="jvp(f)/b"),
+        Node(primitive="cos", inputs=(end,), outputs=(cotangent,), scope="transpose(jvp(f))/b"),
+        Node(primitive="convert_element_type", inputs=(cotangent,), outputs=(rounded,), scope="transpose(jvp(f))"),
+        Node(primitive="mul", inputs=(rounded, weight), outputs=(of_branch,), scope="transpose(jvp(f))/a"),
+        Node(primitive="mul", inputs=(cotangent, stream), outputs=(of_stream,), scope="transpose(jvp(f))/a"),
+    )
+    types = (narrow, narrow, narrow, wide, wide, wide, narrow, narrow, wide)
+    body = Graph(types=types, nodes=nodes, inputs=(x, weight), outputs=(of_branch, of_stream))
+    alone = replace(body, nodes=nodes[:-1], outputs=(of_branch,))
+    late = set(range(3, 7))
+    assigned = StageAssignment(body=body, firsts=(0, 2), late=late, anywhere=frozenset())
+    assert [assigned.stage[i] for i in range(7)] == [0, 0, 1, 1, 0, 0, 0]
+    assert assigned.made[rounded] == 0
+    # Where the stage is sent nothing else, half the bytes are those of what is rounded.
+    assert StageAssignment(body=alone, firsts=(0, 2), late=late, anywhere=frozenset()).stage[4] == 1

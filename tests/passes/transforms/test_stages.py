@@ -13,7 +13,7 @@ from passes.ir import LOOP, Graph, Node
 from passes.layers.forward import forward_nodes
 from passes.transforms import Part, Stages, loop_of
 from passes.transforms.stages import cut, state_pairs_of
-from tests.passes.transforms.random_steps import APPLY, MICROBATCHES, STACK, Writer, made, step
+from tests.passes.transforms.random_steps import APPLY, MICROBATCHES, OF_SUMS, STACK, Writer, made, step
 
 SEEDS = range(60)
 
@@ -117,7 +117,11 @@ def test_stages_compute_what_the_step_computes(seed: int) -> None:
 def test_forward_operators_are_cut_where_stages_begin_and_all_run_once(seed: int) -> None:
     _, body, firsts, stages = made(seed)
     places = forward_nodes(body)
-    split = {i for i, n in enumerate(body.nodes) if n.primitive == "add_any" or n.scope.endswith("accumulate")}
+    split = {
+        i
+        for i, n in enumerate(body.nodes)
+        if n.primitive == "add_any" or n.scope == OF_SUMS or n.scope.endswith("accumulate")
+    }
     times = Counter(index for part in stages.parts for kind, index in part.inside if kind == "loop")
     assert {i: times[i] for i in range(len(body.nodes)) if i not in split} == {
         i: 1 for i in range(len(body.nodes)) if i not in split
