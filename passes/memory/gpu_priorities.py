@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.memory.gpu_times import FUSIBLE, SUM, Times
@@ -54,7 +54,9 @@ class Contents:
 class Priorities:
     """The kernels by root, while operations are fused; `readers` are the kernels that read each.
 
-    `may_fuse` says of an operation whether it may be computed by the kernels that read it.
+    Some begin with more than their root: `inside` has what. They are Triton's, which keeps a row while it works on it,
+    so all of this is as if on elements, and so are `row_sums` and what is spread of these over rows. `may_fuse` says of
+    an operation whether it may be computed by the kernels that read it.
     """
 
     def __init__(
@@ -62,19 +64,39 @@ class Priorities:
         times: Times,
         readers: Sequence[Sequence[int]],
         roots: Iterable[int],
+        inside: Mapping[int, Sequence[int]],
+        row_sums: Collection[int],
         may_fuse: Callable[[int, Collection[int], Mapping[int, Contents]], bool],
     ) -> None:
         self.times, self.operations, self.may_fuse = times, times.operations, may_fuse
         self.launch_nbytes = times.arithmetic.launch_nbytes
         self.is_on_elements = [o.kind in ELEMENTWISE and o.name != SUM for o in self.operations]
-        self.kernels = {root: Contents([root]) for root in roots}
-        self.readers = {root: dict.fromkeys(readers[root]) for root in self.kernels}
+        begun = {o: root for root, made in inside.items() for o in made}
+        for o in (*begun, *row_sums, *self._spread(row_sums, readers)):
+            self.is_on_elements[o] = True
+        self.kernels = {
+            root: Contents(sorted((root, *inside.get(root, ())), reverse=True)) for root in roots if root not in begun
+        }
+        self.readers = {root: dict.fromkeys([begun.get(r, r) for r in readers[root]]) for root in self.kernels}
         self.pairs: dict[tuple[int, int], tuple[int, int, float]] = {}
         self.gains: dict[int, float] = {}
         self.queue: list[tuple[float, int]] = []
         for root in self.kernels:
             if self.operations[root].kind in TAKES_IN:
                 self._count(root)
+
+    def _spread(self, sums: Collection[int], readers: Sequence[Sequence[int]]) -> Iterator[int]:
+        """The broadcasts of what is made of sums, one number for each."""
+        pending, seen = list(sums), set(sums)
+        while pending:
+            index = pending.pop()
+            for reader in readers[index]:
+                operation = self.operations[reader]
+                if operation.kind == "broadcast":
+                    yield reader
+                elif operation.kind in (*ELEMENTWISE, "bitcast") and reader not in seen:
+                    seen.add(reader)
+                    pending.append(reader)
 
     def run(self) -> dict[int, Contents]:
         """The kernels that are left when nothing gains any more."""

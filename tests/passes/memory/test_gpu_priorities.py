@@ -20,7 +20,7 @@ def priorities(every: Sequence[Operation], outputs: Collection[int]) -> Prioriti
     def may_fuse(index: int, _readers: Collection[int], _kernels: Mapping[int, Contents]) -> bool:
         return every[index].kind in FUSIBLE and index not in outputs
 
-    return Priorities(Times(every, H100), readers, range(len(every)), may_fuse)
+    return Priorities(Times(every, H100), readers, range(len(every)), {}, (), may_fuse)
 
 
 SCORES: Shape = (8, 128, 256)
