@@ -14,8 +14,7 @@ from passes.memory.operations import Operations, is_number
 
 
 def divided(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a quotient; by something known it is a product, and so is the first by a broadcast array, but on
-    GPUs.
+    """The operations of a quotient; by something known it is a product, and but on GPUs the first by a broadcast array.
     """
     (type,), (above, below) = results, operands
     if "float" not in type.dtype:

@@ -61,7 +61,8 @@ def microseconds(joint: Sequence[Kernel], operations: Sequence[Operation]) -> fl
         return _product_microseconds(operation, operations)
     if operation.name == "convolution":
         return LIBRARY_MICROSECONDS
-    if operation.kind == "loop" or joint[0].by_rows or (operation.kind, operation.name) == ("opaque", COPY):
+    is_copy = operation.kind == "opaque" and operation.name in ("copy", COPY)
+    if operation.kind == "loop" or joint[0].by_rows or is_copy:
         return KERNEL / 100
     if (operation.kind, operation.name) == ("opaque", "slice"):
         return 2 * operation.nbytes / NBYTES_PER_MICROSECOND

@@ -38,13 +38,15 @@ class Contents:
     """The operations and arrays of a root's kernel.
 
     `inside` are its operations from the last to the first, `reads` how many times of each array it reads, and `uses`
-    for which of its operations, each of which it computes `times`. A `version` is counted when it changes.
+    for which of its operations, each of which it computes `times`; it reads what is `turned` in another order of its
+    dimensions. A `version` is counted when it changes.
     """
 
     inside: list[int]
     work: float = 0.0
     nbytes: float = 0.0
     turn: int = 0
+    turned: frozenset[int] = frozenset()
     version: int = 0
     reads: dict[int, float] = field(default_factory=dict[int, float])
     uses: dict[int, Roots] = field(default_factory=dict[int, Roots])
@@ -151,13 +153,15 @@ class Priorities:
         contents, operations, times = self.kernels[root], self.operations, self.times
         works, turns = times.works, times.turns
         uses: dict[int, Roots] = {root: frozenset((root,))}
-        often, work, turn = {root: 1.0}, 0.0, 0
+        often, work, turn, turned = {root: 1.0}, 0.0, 0, set[int]()
         for index in contents.inside:
             mine = uses.pop(index)
             total = _total(often, mine)
             work += works[index] * total
             turn = max(turn, turns[index])
             operands = operations[index].operands
+            if turns[index] or index in turned:
+                turned.update(operands)
             if self.is_on_elements[index]:
                 for o in operands:
                     uses[o] = uses[o] | mine if o in uses else mine
@@ -167,9 +171,10 @@ class Priorities:
                 often[o] = often.get(o, 0.0) + total * self._share(index, o)
         contents.work, contents.turn, contents.uses, contents.times = work, turn, uses, often
         contents.reads = {o: _total(often, by) for o, by in uses.items()}
+        contents.turned = frozenset(turned.intersection(uses))
         contents.version += 1
         written = times.wholes[root] + self._again_nbytes(contents)
-        contents.nbytes = times.nbytes(root, work, contents.reads, written, turn)
+        contents.nbytes = times.nbytes(root, work, contents.reads, written, turn, contents.turned)
 
     def _share(self, index: int, operand: int) -> float:
         """The times of an operand that an operation reads."""
@@ -202,7 +207,8 @@ class Priorities:
             else:
                 reads[o] = total * often
         work, turn = contents.work + fused.work * often, max(contents.turn, fused.turn)
-        nbytes = self.times.nbytes(reader, work, reads, self.times.wholes[reader], turn)
+        turned = contents.turned | (fused.reads.keys() if root in contents.turned else fused.turned)
+        nbytes = self.times.nbytes(reader, work, reads, self.times.wholes[reader], turn, turned)
         self.pairs[root, reader] = (fused.version, contents.version, nbytes)
         return nbytes
 

@@ -284,9 +284,7 @@ class Operations:
         """One operation on every element; what is the same along a dimension is computed once and broadcast."""
         every, shape = self.every, type.shape
         laid = every[operands[0]] if len(operands) == 1 else None
-        if (
-            laid and laid.kind == "transpose" and every[laid.operands[0]].kind == "collective"
-        ):  # computed as it is laid out
+        if laid and laid.kind == "transpose" and self._is_sent(laid.operands[0]):  # computed as it is laid out
             before = TensorType(shape=every[laid.operands[0]].shape, dtype=type.dtype)
             made = self.elementwise(name, laid.operands, before, expensive=expensive)
             return self.transpose(made, cast("tuple[int, ...]", laid.tag))
@@ -301,6 +299,12 @@ class Operations:
         if simplified is None:
             simplified = self.add("expensive" if expensive else "elementwise", spread, shape, type.dtype, name)
         return simplified
+
+    def _is_sent(self, operation: int) -> bool:
+        """Whether an operation is what a collective makes, or follows from that element by element alone."""
+        while (described := self.every[operation]).kind in ELEMENTWISE and len(described.operands) == 1:
+            (operation,) = described.operands
+        return described.kind == "collective"
 
     def _neutral(self, name: str, spread: list[int], numbers: Sequence[object], type: TensorType) -> int | None:
         """The operand that an operation returns unchanged, or a scatter into the other one; None for anything else."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 ALIGNMENT = 64
 """Bytes of which every place in the heap is a multiple, in XLA's CPU client."""
 
-PLACED = 256
+PLACED = 1024
 """The number of buffers that are placed one by one, the largest; the others fit between them, or are too small to
 matter. Placing takes time with its square: `benchmarks.settings` halves and doubles it."""
 
