@@ -14,8 +14,7 @@ from passes.memory.operations import Operations, is_number
 
 
 def divided(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a quotient; by something known it is a product, and but on GPUs the first by a broadcast array.
-    """
+    """The operations of a quotient: a product by something known, and but on GPUs the first by what is broadcast."""
     (type,), (above, below) = results, operands
     if "float" not in type.dtype:
         return [operations.elementwise("divide", operands, type, expensive=operations.number(below) is None)]

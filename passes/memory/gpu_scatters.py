@@ -6,7 +6,8 @@ kernel that reads them on. That is in the forward pass. As zeros are chosen behi
 copy of them, which is made before there is what is scattered.
 
 Reference: AlgebraicSimplifierVisitor::HandleSlice of xla/hlo/transforms/simplifiers/algebraic_simplifier.cc, HloCSE,
-CopyInsertion before kernels have an order, and what `xla_dump_to` has of Wide-ResNet on eight H100 and A100: `loop_broadcast_maximum_fusion`, as of jaxlib 0.10.
+CopyInsertion before kernels have an order, and what `xla_dump_to` has of Wide-ResNet on eight H100 and A100:
+`loop_broadcast_maximum_fusion`, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def added(operations: Sequence[Operation], outputs: Sequence[int]) -> list[Opera
 
 
 def with_copies(program: DeviceProgram, kernels: Sequence[Kernel]) -> tuple[DeviceProgram, Sequence[Kernel]]:
-    """The program and its kernels in which a scatter writes over a copy where a kernel behind it reads its target, too."""
+    """The program and its kernels, in which a scatter writes over a copy of what a kernel behind it reads."""
     operations, by_operation = list(program.operations), {kernel.operation: kernel for kernel in kernels}
     readers: dict[int, list[int]] = {}
     for kernel in kernels:

@@ -301,9 +301,10 @@ class Operations:
         return simplified
 
     def _is_sent(self, operation: int) -> bool:
-        """Whether an operation is what a collective makes, or follows from that element by element alone."""
-        while (described := self.every[operation]).kind in ELEMENTWISE and len(described.operands) == 1:
-            (operation,) = described.operands
+        """Whether an operation is what a collective makes, on GPUs also what follows from that alone by elements."""
+        described = self.every[operation]
+        while self.compiler == "gpu" and described.kind in ELEMENTWISE and len(described.operands) == 1:
+            described = self.every[described.operands[0]]
         return described.kind == "collective"
 
     def _neutral(self, name: str, spread: list[int], numbers: Sequence[object], type: TensorType) -> int | None:

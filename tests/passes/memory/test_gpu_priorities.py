@@ -98,3 +98,21 @@ def test_an_operation_that_only_names_read_is_a_kernel() -> None:
         operation("bitcast", 1, shape=(1024, 256)),
     ]
     assert set(priorities(every, (2,)).run()) == {0, 1, 2}
+
+
+def test_a_sum_does_not_bring_what_it_adds_into_another_order() -> None:
+    """It would read element by element, where what is brought into order is read tile by tile."""
+    images: Shape = (128, 32, 32, 32)
+    every = [
+        narrow("input", shape=images, tag=0),
+        operation("elementwise", 0, shape=images, name="convert bfloat16"),
+        operation("transpose", 1, shape=images, tag=(1, 2, 3, 0)),
+        operation("input", shape=images, tag=1),
+        operation("elementwise", 2, 3, shape=images, name="multiply"),
+        operation("reduce", 4, shape=(32,), tag=("reduce-sum", (0, 1, 2))),
+    ]
+    kernels = priorities(every, (5,)).run()
+    assert 2 in kernels, "written in order"
+    assert kernels[5].inside == [5, 4]
+    straight = [o._replace(kind="elementwise", tag="negate") if o.kind == "transpose" else o for o in every]
+    assert set(priorities(straight, (5,)).run()) == {0, 3, 5}
