@@ -58,15 +58,19 @@ def lifetimes(
     stored: Callable[[Operation], int] = elements_nbytes,
     *,
     copies_late: bool = False,
+    over_views: bool = False,
+    ends_late: bool = False,
 ) -> Lifetimes:
     """The lifetimes of all buffers; in a loop's body, output `o` is written over input `carried[o]` (positions of
     both).
 
     What lies where an output is written is copied if some kernel reads it that need not run before; if `copies_late`,
-    in the `order` of kernels, only if it does not run before.
+    in the `order` of kernels, only if it does not run before. Kernels that write `over_views` write over what they read
+    in another shape, too. If collectives end late (`ends_late`), what they send is there until they do.
     """
     order = schedule(program, kernels) if order is None else order
-    return _Allocation(program, kernels, carried, order, stored, copies_late=copies_late).run()
+    how = {"copies_late": copies_late, "over_views": over_views, "ends_late": ends_late}
+    return _Allocation(program, kernels, carried, order, stored, **how).run()
 
 
 def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
@@ -108,9 +112,12 @@ class _Allocation:
         stored: Callable[[Operation], int],
         *,
         copies_late: bool,
+        over_views: bool,
+        ends_late: bool,
     ) -> None:
         self.operations, self.inputs, self.outputs = program.operations, program.inputs, program.outputs
-        self.order, self.stored, self.copies_late = order, stored, copies_late
+        self.order, self.stored = order, stored
+        self.copies_late, self.over_views = copies_late, over_views
         self.kernels = {kernel.operation: kernel for kernel in kernels}
         self.at = {operation: position for position, operation in enumerate(self.order)}
         self.names: dict[int, int] = {}
@@ -120,6 +127,8 @@ class _Allocation:
             for read in self.kernels[operation].reads:
                 self.readers.setdefault(self.names[read], []).append(operation)
         self.last = {name: self._end(readers[-1]) for name, readers in self.readers.items()}
+        if ends_late:
+            self._send_long()
         self.placed = self._placed({self.names[output] for output in program.outputs})
         self.copied = self._copied({self.names[program.outputs[o]]: program.inputs[i] for o, i in carried.items()})
 
@@ -127,6 +136,20 @@ class _Allocation:
         described, reads = self.operations[operation], self.kernels[operation].reads
         renamed = described.kind == "part" or (described.kind == "bitcast" and reads == described.operands)
         return self.names[described.operands[0]] if renamed else operation
+
+    def _send_long(self) -> None:
+        """Has collectives end when what they make is read first: until then there is what they send."""
+        for operation in self.order:
+            if self.operations[operation].kind == "collective":
+                end = self._first_read(operation) - 1
+                for read in self.kernels[operation].reads:
+                    self.last[self.names[read]] = max(self.last[self.names[read]], end)
+
+    def _first_read(self, operation: int) -> int:
+        """The kernel that first reads an array, or one of its parts."""
+        readers = self.readers.get(operation, ())
+        reads = (self._first_read(r) if self.operations[r].kind == "result" else self.at[r] for r in readers)
+        return min(reads, default=len(self.order))
 
     def _placed(self, returned: set[int]) -> set[int]:
         """The operations written where outputs belong: outputs, and what they overwrite that nothing else reads."""
@@ -269,12 +292,17 @@ class _Allocation:
                 return holder
         return operation
 
+    def _lies(self, operation: int) -> tuple[object, ...]:
+        """The dtype and the shape of an array, or its elements alone where kernels write over other views."""
+        described = self.operations[operation]
+        return described.dtype, described.size if self.over_views else described.shape
+
     def _is_passed_on(self, operation: int) -> bool:
         """Whether a loop reads an array, and has it under another name after it."""
         return any(self.operations[reader].kind == "loop" for reader in self.readers.get(operation, ()))
 
     def _over(self, operation: int) -> list[int]:
-        """The operands of its own shape and dtype that an operation may be written over: none that another of kernels
+        """The operands of its own dtype and shape that an operation may be written over: none that another of kernels
         that are one reads elsewhere than where it writes.
         """
         described, kernel = self.operations[operation], self.kernels[operation]
@@ -284,11 +312,7 @@ class _Allocation:
             others = [self.kernels[o] for o in kernel.joint]
             read = {o for other in others for o in other.reads if o not in other.over}
             over = [o for o in kernel.over if o not in read and not self._is_passed_on(o)]
-        return [
-            o
-            for o in over
-            if (self.operations[o].shape, self.operations[o].dtype) == (described.shape, described.dtype)
-        ]
+        return [o for o in over if self._lies(o) == self._lies(operation)]
 
 
 def _maker(operation: Operation, index: int) -> int:

@@ -40,7 +40,15 @@ def model(weights: Weights) -> Callable[..., Temporaries]:
     order = partial(schedule, hides=weights.from_hopper)
     fusing = partial(fuse, arithmetic=weights.arithmetic)
     combine = partial(_combined, weights=weights, fuse=fusing)
-    compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order, copies_late=True, copies=with_copies)
+    compiler = xla.Compiler(
+        combine=combine,
+        fuse=fusing,
+        schedule=order,
+        copies_late=True,
+        over_views=True,
+        ends_late=not weights.from_hopper,
+        copies=with_copies,
+    )
     return partial(xla.temporaries, compiler)
 
 
