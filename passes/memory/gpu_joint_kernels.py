@@ -51,7 +51,7 @@ def joined(
     contents: Mapping[int, Contents],
 ) -> tuple[Kernel, ...]:
     """The kernels, with those that are one, by what they write; those `alone` are kernels of Triton. What each computes
-    and reads is in `contents`.
+    and reads is in `contents`. What only kernels read that are one with the one that makes it is not written.
     """
     outputs = frozenset(outputs)
     groups = _Groups(operations, kernels, outputs, frozenset(alone), times, contents).run()
@@ -62,8 +62,8 @@ def joined(
         if kernel.operation in inside:
             continue
         if (group := group_of.get(kernel.operation)) is not None:
-            left = tuple(sorted(made for made in group if made not in inside))
-            kernel = _without(replace(kernel, joint=left if len(left) > 1 else ()), inside)
+            written = tuple(sorted(made for made in group if made not in inside))
+            kernel = _without(replace(kernel, joint=written if len(written) > 1 else ()), inside)
         joint.append(kernel)
     return tuple(joint)
 

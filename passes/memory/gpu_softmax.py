@@ -58,7 +58,7 @@ def begun_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) 
 
 
 def _made_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]], root: int) -> tuple[int, ...]:
-    """What makes the maximum or the mean of rows that an operation takes from each, read for this alone; else ()."""
+    """The operations that make the maximum or the mean of rows that one takes from each, for this alone; else ()."""
     if len(operations[root].operands) != 2:
         return ()
     minuend, subtrahend = operations[root].operands

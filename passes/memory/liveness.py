@@ -116,8 +116,7 @@ class _Allocation:
         ends_late: bool,
     ) -> None:
         self.operations, self.inputs, self.outputs = program.operations, program.inputs, program.outputs
-        self.order, self.stored = order, stored
-        self.copies_late, self.over_views = copies_late, over_views
+        self.order, self.stored, self.copies_late, self.over_views = order, stored, copies_late, over_views
         self.kernels = {kernel.operation: kernel for kernel in kernels}
         self.at = {operation: position for position, operation in enumerate(self.order)}
         self.names: dict[int, int] = {}
@@ -147,9 +146,8 @@ class _Allocation:
 
     def _first_read(self, operation: int) -> int:
         """The kernel that first reads an array, or one of its parts."""
-        readers = self.readers.get(operation, ())
-        reads = (self._first_read(r) if self.operations[r].kind == "result" else self.at[r] for r in readers)
-        return min(reads, default=len(self.order))
+        reads = ((r, self.operations[r].kind == "result") for r in self.readers.get(operation, ()))
+        return min((self._first_read(r) if part else self.at[r] for r, part in reads), default=len(self.order))
 
     def _placed(self, returned: set[int]) -> set[int]:
         """The operations written where outputs belong: outputs, and what they overwrite that nothing else reads."""
@@ -165,7 +163,7 @@ class _Allocation:
     def _copied(self, carried: Mapping[int, int]) -> list[int]:
         """The carries that are copied first, since some reader does not run before their new value is written."""
         readers = {before: self.readers.get(before, ()) for before in carried.values()}
-        runs_before = self._by_order if self.copies_late else self._by_need(readers)
+        runs_before = self._by_order if self.copies_late else _by_need(self.order, self.kernels, readers)
         copied: list[int] = []
         for after, before in carried.items():
             if after == before:  # what does not change stays where it is
@@ -180,18 +178,6 @@ class _Allocation:
     def _by_order(self, reader: int, after: int) -> bool:
         """Whether one kernel runs before another, or is one with it."""
         return self.at[reader] < self.at[after] or after in self.kernels[reader].joint
-
-    def _by_need(self, readers: Mapping[int, Sequence[int]]) -> Callable[[int, int], bool]:
-        """The function that says of one of the readers of carries whether another kernel needs it."""
-        marked = dict.fromkeys(reader for readers_of_value in readers.values() for reader in readers_of_value)
-        bits = {reader: 1 << position for position, reader in enumerate(marked)}
-        behind: dict[int, int] = {}
-        for operation in self.order:
-            mask = bits.get(operation, 0)
-            for read in self.kernels[operation].reads:
-                mask |= behind[read]
-            behind[operation] = mask
-        return lambda reader, after: bool(behind[after] & bits[reader])
 
     def run(self) -> Lifetimes:
         """Every buffer, from the first kernel that writes it to the last that reads it."""
@@ -302,8 +288,8 @@ class _Allocation:
         return any(self.operations[reader].kind == "loop" for reader in self.readers.get(operation, ()))
 
     def _over(self, operation: int) -> list[int]:
-        """The operands of its own dtype and shape that an operation may be written over: none that another of kernels
-        that are one reads elsewhere than where it writes.
+        """The operands that lie as an operation and that it may be written over: none that another of kernels that are
+        one reads elsewhere than where it writes.
         """
         described, kernel = self.operations[operation], self.kernels[operation]
         if described.kind in ("carry", "update"):
@@ -318,3 +304,18 @@ class _Allocation:
 def _maker(operation: Operation, index: int) -> int:
     """The operation whose kernel writes a result."""
     return operation.operands[0] if operation.kind == "result" else index
+
+
+def _by_need(
+    order: Sequence[int], kernels: Mapping[int, Kernel], readers: Mapping[int, Sequence[int]]
+) -> Callable[[int, int], bool]:
+    """The function that says of one of the readers of carries whether another kernel needs it."""
+    marked = dict.fromkeys(reader for readers_of_value in readers.values() for reader in readers_of_value)
+    bits = {reader: 1 << position for position, reader in enumerate(marked)}
+    behind: dict[int, int] = {}
+    for operation in order:
+        mask = bits.get(operation, 0)
+        for read in kernels[operation].reads:
+            mask |= behind[read]
+        behind[operation] = mask
+    return lambda reader, after: bool(behind[after] & bits[reader])

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-
 import pytest
 
 from passes.memory.gpu_cycles import H100
-from passes.memory.gpu_priorities import Contents, Priorities
-from passes.memory.gpu_times import FUSIBLE, Times
 from passes.memory.operations import Operation, Shape
 from tests.passes.memory.device_programs import narrow, operation
-
-
-def priorities(every: Sequence[Operation], outputs: Collection[int]) -> Priorities:
-    """The kernels of operations before any are fused; outputs are written."""
-    readers = [[r for r, reader in enumerate(every) if index in reader.operands] for index in range(len(every))]
-
-    def may_fuse(index: int, _readers: Collection[int], _kernels: Mapping[int, Contents]) -> bool:
-        return every[index].kind in FUSIBLE and index not in outputs
-
-    return Priorities(Times(every, H100), readers, range(len(every)), {}, (), may_fuse)
-
+from tests.passes.memory.gpu_kernels import priorities
 
 SCORES: Shape = (8, 128, 256)
 
