@@ -25,11 +25,11 @@ Leaves = tuple[PyTreeDef, tuple[PartitionSpec, ...]]
 """A pytree of placements, taken apart."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class _Bound(AnyPlan):
     """A plan with the placements of a function's arguments and results; a plan from a file has none yet."""
 
-    bound: tuple[Leaves, Leaves] | None = field(default=None, compare=False, repr=False)
+    bound: tuple[Leaves, Leaves] | None = field(default=None, compare=False)
 
     @property
     def shardings(self) -> tuple[Any, Any]:
@@ -68,12 +68,12 @@ class _Bound(AnyPlan):
         return f'<iframe {frame} srcdoc="{html.escape(self.to_html())}"></iframe>'
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(_Bound, passes.plan.Plan):
     """A plan of one program on one mesh, with the user's own pytrees."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PipelinePlan(_Bound, passes.plan.PipelinePlan):
     """A plan of a pipeline of several programs, with the user's own pytrees."""
 

@@ -1,8 +1,11 @@
-"""The console that benchmarks print their tables on, and a bar for their progress."""
+"""The console that benchmarks print their tables on, their results as JSON, and a bar for their progress."""
 
+import json
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -14,6 +17,19 @@ WIDEST = 1000
 def stdout() -> Console:
     """Stdout as a console: as wide as its terminal or, where it is none, so wide that no column is cut."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDEST)
+
+
+def json_text(results: Any, indent: int | None = None) -> str:
+    """Results as JSON, which has no NaN and no infinity: null in their place."""
+    return json.dumps(_finite(results), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in cast("list[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

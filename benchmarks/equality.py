@@ -206,8 +206,8 @@ def compare(program: Program, planners: list[str]) -> Iterator[Result]:
             program=program,
             planner=planner,
             mesh=mesh_text(lowered.plan),
-            parameters=max(difference(a, b) for (a, _), (b, _) in zip(ours, plain, strict=True)),
-            loss=max(difference(a, b) for (_, a), (_, b) in zip(ours, plain, strict=True)),
+            parameters=difference([params for params, _ in ours], [params for params, _ in plain]),
+            loss=difference([loss for _, loss in ours], [loss for _, loss in plain]),
             planned=sum(row.planned for row in verification.rows),
             compiled=sum(row.compiled for row in verification.rows),
             unplanned=sum(collective.count for collective in verification.unplanned),
@@ -281,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
     if "adamw+clip" in args.optimizer:
         console.print(f"AdamW has epsilon {args.epsilon:g}, not optax's 1e-08: see --help")
     for precision in args.precision:
-        worst = max(max(r.parameters, r.loss) for r in results if r.program.precision == precision)
+        worst = np.max([(r.parameters, r.loss) for r in results if r.program.precision == precision])
         console.print(f"{precision}: largest relative difference {worst:.1e}, bound {BOUNDS[precision]:.0e}")
     console.print(f"in all {time.perf_counter() - start:.0f} s")
     for miss in misses:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ import numpy as np
 from rich.table import Table
 
 import autopar
-from benchmarks.console import stdout
+from benchmarks.console import json_text, stdout
 from benchmarks.memory_limit import measures_of
 from benchmarks.networks import Design, add_arguments, drawn
 from passes.cluster import parse_cluster
@@ -182,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{np.quantile(cpu, 0.95):.1f} s (95 %), {max(cpu):.1f} s (most); {len(wrong)} missed"
     )
     if args.json:
-        print(json.dumps({"rows": rows, "missed": wrong, "summary": summary}))
+        print(json_text({"rows": rows, "missed": wrong, "summary": summary}))
     else:
         console.print(summary)
     return 1 if wrong else 0

@@ -30,8 +30,10 @@ from benchmarks.functions import FUNCTIONS, Function
 from benchmarks.heaps import step_nbytes
 from benchmarks.lists import names, some_of, whole_numbers
 from benchmarks.trainings import MODELS, make_state, make_step
+from passes.cluster import Mesh
 from passes.errors import PlanningError
-from passes.memory import gradient_nbytes
+from passes.ir import Graph, phase
+from passes.placement import Layout
 from passes.text import quantities
 
 DEVICES = 8
@@ -220,7 +222,21 @@ def state_nbytes(stage: int, devices: int, billions: float) -> float:
     given = (halves, floats, floats, floats), jax.ShapeDtypeStruct((1024, width), jnp.float16)
     plan, graph = cast("autopar.Plan", parallel.plan(*given)), parallel.trace(*given).graph
     nbytes = plan.nbytes["parameters"] + plan.nbytes["optimizer state"]
-    return (nbytes + gradient_nbytes(graph, plan.mesh, plan.layout)) / (2 * width * depth) * billions * 1e9
+    return (nbytes + _gradient_nbytes(graph, plan.mesh, plan.layout)) / (2 * width * depth) * billions * 1e9
+
+
+def _gradient_nbytes(graph: Graph, mesh: Mesh, layout: Layout) -> int:
+    """Bytes of all gradients on one device, as the apply phase reads them; they are not all there at the peak."""
+    total = 0
+    for index, node in enumerate(graph.nodes):
+        if phase(node) != "apply":
+            continue
+        for value, spec in zip(node.inputs, layout.placements[index].operands, strict=True):
+            producer = graph.producers.get(value)
+            first = next(r for r in graph.consumers[value] if phase(graph.nodes[r]) == "apply")
+            if producer is not None and phase(graph.nodes[producer]) == "backward" and first == index:
+                total += spec.local_nbytes(graph.types[value], mesh)
+    return total
 
 
 def published(path: Path = ZERO) -> Iterator[Published]:

@@ -8,7 +8,6 @@ that the bound is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from rich.table import Table
 
 import autopar
 from benchmarks.child import Child, CrashError
-from benchmarks.console import stdout
+from benchmarks.console import json_text, stdout
 from benchmarks.networks import Design, add_arguments, drawn
 from benchmarks.proof import EXACT, Proof, problems, proven, size
 from passes.cluster import parse_cluster
@@ -263,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     summed = summary(list(results.values()), len(crashed))
     wrong = bool(crashed) or any(result.violations for result in results.values())
     if args.json:
-        print(json.dumps(_as_json(results, crashed, summed), indent=1))
+        print(json_text(_as_json(results, crashed, summed), indent=1))
         return wrong
     console.print(table(results, crashed))
     for case, result in results.items():

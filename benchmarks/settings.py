@@ -14,7 +14,6 @@ import ast
 import cProfile
 import dataclasses
 import importlib
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from rich.table import Table
 
 import autopar
 from autopar.rewrite import TracedStep, step_of
-from benchmarks.console import stdout
+from benchmarks.console import json_text, stdout
 from benchmarks.networks import drawn
 from benchmarks.trainings import make_state, make_step
 from models import gpt
@@ -390,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows(chosen, args.network or ()):
         settings_rows.append(row)
         if args.json:
-            print(json.dumps(asdict(row)), flush=True)
+            print(json_text(asdict(row)), flush=True)
     if not args.json:
         console.print(table(settings_rows))
     return 0

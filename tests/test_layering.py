@@ -334,5 +334,5 @@ def test_importing_every_pass_leaves_jax_unloaded() -> None:
     assert not loaded & {"autopar", "flax", "jax", "jaxlib", "optax"}
 
 
-def test_what_a_module_loads_is_seen() -> None:
+def test_modules_that_an_import_loads_are_seen() -> None:
     assert "colorsys" in loaded_after_importing(["colorsys"])

@@ -52,10 +52,10 @@ def test_nothing_is_too_long() -> None:
         ("class C:\n    async def f():\n" + "        x = 1\n" * 60, "m.f: a function of 61 lines"),
     ],
 )
-def test_what_is_too_long_is_found(source: str, complaint: str) -> None:
+def test_code_that_is_too_long_is_found(source: str, complaint: str) -> None:
     (first,) = too_long({"m": source})
     assert first.startswith(complaint)
 
 
-def test_what_is_long_enough_is_not_complained_about() -> None:
+def test_code_at_the_limit_is_not_complained_about() -> None:
     assert too_long({"m": "class C:\n" + "    x = 1\n" * 199 + "def f():\n" + "    x = 1\n" * 59}) == []

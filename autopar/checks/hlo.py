@@ -37,7 +37,7 @@ BARRIERS_KEPT: Mapping[str, str] = MappingProxyType({"xla_disable_hlo_passes": "
 """Compiler options that keep optimization barriers on CPU until the program is scheduled.
 
 Without them XLA's CPU backend, as of jaxlib 0.10, drops barriers and runs what is recomputed as soon as it can, or not
-again at all. Jaxlib 0.11 keeps them by itself. `test_what_is_recomputed_is_there` guards the name.
+again at all. Jaxlib 0.11 keeps them by itself. `test_recomputation_survives_compilation` guards the name.
 """
 
 

@@ -12,12 +12,13 @@ from autopar.frontend.arguments import (
     structs_of,
     types_of,
 )
+from autopar.frontend.bodies import Body, Equation
 from autopar.frontend.constraints import constrain
-from autopar.frontend.flattening import Body, Equation, flatten
+from autopar.frontend.flattening import flatten
 from autopar.frontend.placements import Placed, arriving, devices_of, left_to_plan
-from autopar.frontend.primitives import plain_params
 from autopar.frontend.row_loops import side_by_side
 from autopar.frontend.tracing import Traced, trace
+from autopar.frontend.writing import Writer
 
 __all__ = [
     "Body",
@@ -28,13 +29,13 @@ __all__ = [
     "Signature",
     "Traced",
     "Type",
+    "Writer",
     "arriving",
     "constrain",
     "devices_of",
     "flatten",
     "left_to_plan",
     "modules",
-    "plain_params",
     "side_by_side",
     "signature_of",
     "structs_of",

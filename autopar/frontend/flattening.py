@@ -9,7 +9,7 @@ more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError
+from autopar.frontend.bodies import Body, Equation
 from autopar.frontend.by_row import (
     GATHER,
     SCATTERS,
@@ -58,27 +59,6 @@ from passes.ir import Graph, Node, TensorType
 
 ROWWISE = SCATTERS | {GATHER}
 """Primitives that may take one element of each row."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Equation:
-    """The equation of one node, bound as `primitive.bind(*inputs, **jax_compat.bind_params(equation, params))`.
-
-    `params` are JAX's own, jaxprs and callables included. `bodies` belong to the node's `subgraphs`, one for one.
-    """
-
-    primitive: jax_compat.Primitive
-    params: Mapping[str, Any] = field(default_factory=dict)
-    bodies: tuple[Body, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Body:
-    """A graph with all that is needed to run it: `equations[i]` is node i's, `constants[i]` the array of constant i."""
-
-    graph: Graph
-    equations: tuple[Equation, ...]
-    constants: tuple[Any, ...]
 
 
 def flatten(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AxisType, NamedSharding
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
@@ -103,13 +104,15 @@ def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
 
 
 def passes_on(equation: Any) -> bool:
-    """Whether an equation's results are its operands: those of a hint, or the one part of a split.
+    """Whether an equation's results are its operands: those of a hint, the one part of a split, or a sum over nothing.
 
     `jax.flatten_util.ravel_pytree`, and so `odeint`, splits the flat elements of a single array into one part; a part
-    is of elements that may lie on several devices, so the split would bring them all to each.
+    is of elements that may lie on several devices, so the split would bring them all to each. Derivatives sum over
+    nothing where the caller has set a mesh.
     """
     name = equation.primitive.name
-    return name in _HINTS or (name == "split" and len(equation.outvars) == 1)
+    is_one_part = name == "split" and len(equation.outvars) == 1
+    return name in _HINTS or is_one_part or (name == "reduce_sum" and not equation.params["axes"])
 
 
 def outside_kernels(equation: Any) -> tuple[Any, Sequence[int]] | None:
@@ -157,17 +160,30 @@ def without_elements(equation: Any) -> Any:
 
 
 def computed_equations(jaxpr: Any) -> list[Any]:
-    """The equations of an open jaxpr, in which no product is only transposed, and cuDNN's attention computes no
-    gradient of a bias that nobody reads.
+    """The equations of an open jaxpr, in which no product is only transposed, none says where arguments arrived, and
+    cuDNN's attention computes no gradient of a bias that nobody reads.
 
     A mask is such a bias: JAX asks for the gradient of each, as large as the mask itself.
     """
-    equations = without_transposes(jaxpr.eqns, jaxpr.outvars)
+    equations = without_transposes([_without_arrival(equation) for equation in jaxpr.eqns], jaxpr.outvars)
     if all(equation.primitive.name != _ATTENTION_BACKWARD for equation in equations):
         return equations
     atoms = [*jaxpr.outvars, *(atom for equation in equations for atom in equation.invars)]
     read = {atom for atom in atoms if not isinstance(atom, jax_compat.Literal)}
     return [_without_bias_gradient(equation, read) for equation in equations]
+
+
+def _without_arrival(equation: Any) -> Any:
+    """The equation without parameters that are shardings on a mesh whose axes JAX leaves to the compiler.
+
+    A derivative has its operands' there, which says nothing. With it, a step called with arrays on a mesh would be
+    another program than the same step called with arrays on one device.
+    """
+    if equation.primitive.name in PLACED:
+        return equation
+    sides = {key: value for key, value in equation.params.items() if isinstance(value, NamedSharding)}
+    left_open = {key: None for key, value in sides.items() if set(value.mesh.axis_types) <= {AxisType.Auto}}
+    return equation.replace(params=equation.params | left_open) if left_open else equation
 
 
 def _without_bias_gradient(equation: Any, read: Collection[Any]) -> Any:

@@ -16,54 +16,52 @@ import jax
 from jax import lax
 
 from autopar import jax_compat
-from autopar.frontend.flattening import Body, Equation, flatten
+from autopar.frontend.bodies import Body, Equation
+from autopar.frontend.flattening import flatten
 from autopar.frontend.joined_batches import Changes, NodeChange, Order, Orders
+from autopar.frontend.writing import Writer
 from passes.errors import InternalError
-from passes.ir import Node, TensorType
+from passes.ir import Node
 
 Arrays = Sequence[jax.Array]
 
 
 def regrouped(body: Body, changes: Changes) -> Body:
     """The body with these changes; its inputs and outputs are as they were."""
-    return body if changes.is_none else _Writer(body, changes).run()
+    return body if changes.is_none else _Regrouping(body, changes).run()
 
 
-class _Writer:
-    """The writer of a changed body: values keep their numbers, and new ones are added after them.
+class _Regrouping:
+    """A body under construction in which some values have another order.
 
     Values in the program's order are `read` by the number that they have in groups; `in_order` are values in the
     program's order that exist already, by (value in groups, its orders).
     """
 
     def __init__(self, body: Body, changes: Changes) -> None:
-        self.body, self.changes = body, changes
-        self.types: list[TensorType] = list(body.graph.types)
-        self.nodes: list[Node] = []
-        self.equations: list[Equation] = []
+        self.body, self.changes, self.program = body, changes, Writer(body)
         self.read: dict[int, int] = {}
         self.in_order: dict[tuple[int, frozenset[tuple[int, Order]]], int] = {}
 
     def run(self) -> Body:
         graph, changes = self.body.graph, self.changes
         for value, orders in changes.values.items():
-            self.read[value] = self._fresh(graph.types[value])
+            self.read[value] = self.program.fresh(graph.types[value])
             self._changed(to_groups, orders, value, self.read[value], graph.nodes[0])
             self.in_order[self.read[value], frozenset(orders.items())] = value
         for index, node in enumerate(graph.nodes):
             self._add(index, node, self.body.equations[index])
         ends = [self.read.get(value, value) for value in graph.outputs]
-        outputs = [
-            self._ordered(value, changes.outputs.get(position, {}), self.nodes[-1])
-            for position, value in enumerate(ends)
-        ]
-        graph = replace(graph, types=tuple(self.types), nodes=tuple(self.nodes), outputs=tuple(outputs))
-        graph.verify()
-        return Body(graph=graph, equations=tuple(self.equations), constants=self.body.constants)
+        return self.program.finish(
+            [
+                self._ordered(value, changes.outputs.get(position, {}), graph.nodes[-1])
+                for position, value in enumerate(ends)
+            ]
+        )
 
     def _add(self, index: int, node: Node, equation: Equation) -> None:
         """Adds a node in its changed form."""
-        change = self.changes.nodes.get(index, NodeChange())
+        change, program = self.changes.nodes.get(index, NodeChange()), self.program
         inputs = tuple(
             self._ordered(self.read.get(value, value), change.operands.get(position, {}), node)
             for position, value in enumerate(node.inputs)
@@ -72,7 +70,7 @@ class _Writer:
             self._apply(drawn, inputs, node.outputs, node)
             return
         outputs = tuple(
-            self._fresh(self.types[value]) if position in change.results else value
+            program.fresh(program.types[value]) if position in change.results else value
             for position, value in enumerate(node.outputs)
         )
         if change.along:
@@ -82,9 +80,9 @@ class _Writer:
                 regrouped(inner, self.changes.bodies[index, which]) if (index, which) in self.changes.bodies else inner
                 for which, inner in enumerate(equation.bodies)
             )
-            subgraphs = tuple(inner.graph for inner in bodies)
-            self.nodes.append(replace(node, inputs=inputs, outputs=outputs, subgraphs=subgraphs or node.subgraphs))
-            self.equations.append(replace(equation, bodies=bodies))
+            subgraphs = tuple(inner.graph for inner in bodies) or node.subgraphs
+            made = replace(node, inputs=inputs, outputs=outputs, subgraphs=subgraphs)
+            program.add(made, replace(equation, bodies=bodies))
         for position, orders in change.results.items():
             made, value = outputs[position], node.outputs[position]
             self._changed(to_groups, orders, made, value, node)
@@ -94,7 +92,7 @@ class _Writer:
         """A value in the program's order, made once."""
         key = value, frozenset(orders.items())
         if orders and key not in self.in_order:
-            self.in_order[key] = self._fresh(self.types[value])
+            self.in_order[key] = self.program.fresh(self.program.types[value])
             self._changed(to_order, orders, value, self.in_order[key], node)
         return self.in_order[key] if orders else value
 
@@ -110,25 +108,11 @@ class _Writer:
 
     def _apply(self, fun: Callable[..., Arrays], inputs: Sequence[int], outputs: Sequence[int], node: Node) -> None:
         """Writes what a function computes, in place of a node."""
-        types = [self.types[value] for value in inputs]
+        types = [self.program.types[value] for value in inputs]
         structs = [jax.ShapeDtypeStruct(type.shape, jax_compat.dtype_of(type.dtype)) for type in types]
         with jax_compat.no_mesh():
-            inner = flatten(jax.make_jaxpr(fun)(*structs))
-        if inner.graph.literals or inner.graph.constants:
-            raise InternalError(f"{node.primitive} in groups has numbers of its own")
-        number = dict(zip(inner.graph.inputs, inputs, strict=True))
-        number |= dict(zip(inner.graph.outputs, outputs, strict=True))
-        for made, equation in zip(inner.graph.nodes, inner.equations, strict=True):
-            for value in (*made.inputs, *made.outputs):
-                if value not in number:
-                    number[value] = self._fresh(inner.graph.types[value])
-            reads, writes = (tuple(number[v] for v in values) for values in (made.inputs, made.outputs))
-            self.nodes.append(replace(made, inputs=reads, outputs=writes, source=node.source, scope=node.scope))
-            self.equations.append(equation)
-
-    def _fresh(self, type: TensorType) -> int:
-        self.types.append(type)
-        return len(self.types) - 1
+            body = flatten(jax.make_jaxpr(fun)(*structs))
+        self.program.add_in_place_of(node, body, inputs, outputs)
 
 
 def _split(x: jax.Array, dim: int, *sizes: int) -> jax.Array:

@@ -15,8 +15,9 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
 from autopar.frontend.arguments import Names, Positions, Signature, signature_of, traceable
+from autopar.frontend.bodies import Body, Equation
 from autopar.frontend.devices import named_devices
-from autopar.frontend.flattening import Body, Equation, flatten
+from autopar.frontend.flattening import flatten
 from autopar.frontend.joined_batches import joined_batches
 from autopar.frontend.late_casts import with_late_casts
 from autopar.frontend.placements import Devices, Placed, placement_of, specified

@@ -21,7 +21,7 @@ from autopar import jax_compat
 from autopar.frontend import Equation
 from passes.cluster import Axes
 from passes.errors import InternalError
-from passes.ir import Graph, Node, TensorType
+from passes.ir import LOOP, Graph, Node, TensorType
 from passes.placement import Placement
 from passes.rules import ShardingRule, rule_of
 
@@ -96,6 +96,8 @@ def binding(node: Node) -> Iterator[None]:
             yield
     except FloatingPointError as error:
         where = " at ".join(filter(None, (node.primitive, node.source)))
+        if node.scope == LOOP:
+            where = "a microbatch; a plan without microbatches, and jax.jit, name the operation"
         raise FloatingPointError(f"{error} It is a result of {where}.") from error
 
 

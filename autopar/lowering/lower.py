@@ -215,7 +215,7 @@ def walk(
     state = _State(body, layout, semantics, inputs, reshardings.same)
     for index, node in enumerate(body.graph.nodes):
         state.pack(reshardings.packs.get(index, ()))
-        state.bring(reshardings.before[index])
+        state.bring((*reshardings.early.get(index, ()), *reshardings.before[index]))
         if is_free(body.graph, index):
             state.free.update(dict.fromkeys(node.outputs, index))
         else:

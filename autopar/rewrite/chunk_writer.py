@@ -11,7 +11,8 @@ import jax
 from jax import lax
 
 from autopar import jax_compat
-from autopar.frontend import Equation, Traced, plain_params
+from autopar.frontend import Equation, Traced, Writer
+from autopar.lowering import body_of
 from autopar.runtime import Pieces
 from passes.ir import Graph, Node, TensorType
 from passes.step import MOST_CHUNKS
@@ -39,9 +40,8 @@ class ChunkWriter:
     def __init__(self, traced: Traced, stages: int) -> None:
         self.traced, self.stages = traced, stages
         self.graph: Graph = traced.graph
-        self.types = list(self.graph.types)
-        self.nodes: list[Node] = []
-        self.equations: list[Equation] = []
+        self.writer = Writer(body_of(traced))
+        self.types = self.writer.types
         self.optional: set[int] = set()  # nodes that may go if nothing reads them
         self.cut: dict[int, tuple[int, ...]] = {}
         self.apart: set[int] = set()
@@ -55,8 +55,7 @@ class ChunkWriter:
 
     def fresh(self, type: TensorType) -> int:
         """The number of a new value."""
-        self.types.append(type)
-        return len(self.types) - 1
+        return self.writer.fresh(type)
 
     def fresh_pieces(self, value: int) -> tuple[int, ...]:
         """The numbers of new pieces of a value."""
@@ -97,17 +96,10 @@ class ChunkWriter:
         outputs: tuple[int, ...],
         like: int | None,
     ) -> None:
-        """Writes a new node, in the scope of another."""
+        """Writes a new node, in the scope of another; it is removed if nothing reads it."""
+        self.optional.add(len(self.writer.nodes))
         origin = None if like is None else self.graph.nodes[like]
-        node = Node(
-            primitive=primitive.name,
-            inputs=inputs,
-            outputs=outputs,
-            params=plain_params(params),
-            source=origin.source if origin else "",
-            scope=origin.scope if origin else "",
-        )
-        self.write(node, Equation(primitive=primitive, params=params), optional=True)
+        self.writer.add_operation(primitive, params, inputs, outputs, origin)
 
     def again(self, index: int, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
         """Writes a node once more, on other values of the same meaning."""
@@ -117,9 +109,8 @@ class ChunkWriter:
     def write(self, node: Node, equation: Equation, *, optional: bool) -> None:
         """Writes a node; an `optional` one is removed if nothing reads it."""
         if optional:
-            self.optional.add(len(self.nodes))
-        self.nodes.append(node)
-        self.equations.append(equation)
+            self.optional.add(len(self.writer.nodes))
+        self.writer.add(node, equation)
 
     # The program
 
@@ -132,7 +123,7 @@ class ChunkWriter:
         picked = self._live({v for pieces in outs for v in pieces})
         written = Graph(
             types=tuple(self.types),
-            nodes=tuple(self.nodes[i] for i in picked),
+            nodes=tuple(self.writer.nodes[i] for i in picked),
             inputs=tuple(v for pieces in ins for v in pieces),
             outputs=tuple(v for pieces in outs for v in pieces),
             constants=graph.constants,
@@ -151,7 +142,7 @@ class ChunkWriter:
         program = replace(
             self.traced,
             graph=written,
-            equations=tuple(self.equations[i] for i in picked),
+            equations=tuple(self.writer.equations[i] for i in picked),
             in_tree=jax.tree.structure((0,) * len(written.inputs)),
             out_tree=jax.tree.structure((0,) * len(written.outputs)),
             donated=tuple(flag for flag, pieces in zip(self.traced.donated, ins, strict=True) for _ in pieces),
@@ -165,8 +156,8 @@ class ChunkWriter:
     def _live(self, outputs: set[int]) -> list[int]:
         """The written nodes that these outputs need, and those that are not optional."""
         live, picked = set(outputs), list[int]()
-        for index in reversed(range(len(self.nodes))):
-            node = self.nodes[index]
+        for index in reversed(range(len(self.writer.nodes))):
+            node = self.writer.nodes[index]
             if index not in self.optional or not live.isdisjoint(node.outputs):
                 live.update(node.inputs)
                 picked.append(index)

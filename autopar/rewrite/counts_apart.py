@@ -48,7 +48,7 @@ def _parted(traced: Traced) -> Traced | None:
     graph = traced.graph
     batch = {graph.inputs[i] for i in batch_inputs(graph, traced.state_pairs, traced.named)}
     others = {v for v in graph.inputs if v not in batch and not graph.types[v].is_key}
-    of_batch, of_others = _made_of(graph, batch), _made_of(graph, others)
+    of_batch, of_others = made_of(graph, batch), made_of(graph, others)
     types, nodes, equations = list(graph.types), list[Node](), list[Equation]()
     for node, equation in zip(graph.nodes, traced.equations, strict=True):
         counts = _counts(graph, node, of_batch, of_others)
@@ -82,7 +82,7 @@ def _counts(graph: Graph, node: Node, of_batch: set[int], of_others: set[int]) -
     ]
 
 
-def _made_of(graph: Graph, sources: Iterable[int]) -> set[int]:
+def made_of(graph: Graph, sources: Iterable[int]) -> set[int]:
     """The values that sources are part of, themselves included."""
     made = set(sources)
     for node in graph.nodes:
@@ -104,7 +104,7 @@ def _made_inside(node: Node, scan: Scan, made: Collection[int]) -> set[int]:
     (body,) = node.subgraphs
     sources = {inner for value, inner in zip(node.inputs, body.inputs, strict=True) if value in made}
     while True:
-        inside = _made_of(body, sources)
+        inside = made_of(body, sources)
         carries = zip(body.inputs[scan.constants : scan.fixed], body.outputs, strict=False)
         carried = {entering for entering, leaving in carries if leaving in inside}
         if carried <= sources:

@@ -60,19 +60,3 @@ def restored(graph: Graph, origins: Sequence[Node]) -> Graph:
         )
 
     return replace(graph, nodes=tuple(map(restore, graph.nodes)))
-
-
-def matching(equation: Equation, node: Node) -> Equation:
-    """The equation with the bodies of its restored node."""
-    if not equation.bodies:
-        return equation
-    bodies = zip(equation.bodies, node.subgraphs, strict=False)
-    return replace(equation, bodies=tuple(_with_graph(body, graph) for body, graph in bodies))
-
-
-def _with_graph(body: Body, graph: Graph) -> Body:
-    return Body(
-        graph=graph,
-        equations=tuple(map(matching, body.equations, graph.nodes)),
-        constants=body.constants,
-    )

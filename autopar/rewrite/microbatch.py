@@ -20,7 +20,8 @@ from autopar import jax_compat
 from autopar.frontend import Body, Traced, flatten, left_to_plan
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
 from autopar.rewrite.counts_apart import with_counts_apart
-from autopar.rewrite.marks import marked_once, matching, restored
+from autopar.rewrite.late_factor import with_late_factor
+from autopar.rewrite.marks import marked_once, restored
 from autopar.rewrite.parted_rows import with_rows_parted
 from autopar.rewrite.row_pieces import REDUCED, Pieces, pieces_of
 from passes.errors import InternalError, PlanningError
@@ -49,7 +50,7 @@ def microbatched(
     return replace(
         traced,
         graph=named_again,
-        equations=tuple(map(matching, written.equations, named_again.nodes)),
+        equations=written.matching(named_again).equations,
         constants=written.constants,
         state_pairs=tuple(pair for pair in traced.state_pairs if pair[1] not in stacked),
         stacked=stacked,
@@ -84,10 +85,13 @@ def _equivalent(traced: Traced, count: int) -> Iterator[Traced]:
     yield traced
     if apart := with_counts_apart(traced):
         yield apart
-    if count > 1 and (parted := with_rows_parted(traced, count)):
+    parted = with_rows_parted(traced, count) if count > 1 else None
+    if parted:
         yield parted
         if apart := with_counts_apart(parted):
             yield apart
+    if count > 1 and (late := with_late_factor(parted or traced)):
+        yield late
 
 
 def function_of(traced: Traced) -> Callable[..., Arrays]:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from autopar.errors import DeviceError
 from autopar.tools import (
     compile_command,
     completion_command,
@@ -29,6 +28,7 @@ from autopar.tools.command import INTERRUPTED, TROUBLE, Command
 from autopar.tools.parsing import Once, Parser
 from autopar.tools.printing import printed, tell, warned
 from autopar.tools.targets import UsageError
+from autopar.tools.wording import on_command_line
 from passes.errors import PlanningError
 from passes.plan import json as plan_json
 
@@ -56,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warned(arguments.command):
             return arguments.run(arguments)
-    except (PlanningError, DeviceError, UsageError) as error:
-        tell("\n".join([f"autopar {arguments.command}: {error}", *getattr(error, "__notes__", ())]))
+    except (PlanningError, UsageError) as error:
+        words = str(error) if isinstance(error, UsageError) else on_command_line(str(error))
+        tell("\n".join([f"autopar {arguments.command}: {words}", *getattr(error, "__notes__", ())]))
         return TROUBLE
     except KeyboardInterrupt:
         tell(f"autopar {arguments.command}: interrupted before there was anything to show")

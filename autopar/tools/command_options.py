@@ -79,14 +79,12 @@ def planner_of(written: str) -> Planner:
         case "zero1" | "zero2" | "zero3", "":
             return Zero(int(name[-1]))
         case "megatron", sizes:
-            data, _, tensor = sizes.partition("x")
-            if data.isdecimal() and tensor.isdecimal():
-                return Megatron(data=int(data), tensor=int(tensor))
+            if numbers := _sizes(written, sizes):
+                return Megatron(data=numbers[0], tensor=numbers[1])
         case "pipeline" | "gpipe", sizes:
-            stages, _, microbatches = sizes.partition("x")
-            if stages.isdecimal() and microbatches.isdecimal():
+            if numbers := _sizes(written, sizes):
                 schedule = "gpipe" if name == "gpipe" else "1f1b"
-                return Pipeline(stages=int(stages), microbatches=int(microbatches), schedule=schedule)
+                return Pipeline(stages=numbers[0], microbatches=numbers[1], schedule=schedule)
         case "manual", path if path:
             return Manual(path)
     try:
@@ -98,6 +96,17 @@ def planner_of(written: str) -> Planner:
         return other
     others = "".join(f"\n  {each:<22}of another package" for each in extensions.planners())
     raise UsageError(f"--planner {written!r} is not a planner\n{PLANNERS}{others}")
+
+
+def _sizes(planner: str, sizes: str) -> tuple[int, int] | None:
+    """The two numbers of `4x2`; None for any other text. Raises UsageError for a planner with a size of 0."""
+    first, _, second = sizes.partition("x")
+    if not (first.isdecimal() and second.isdecimal()):
+        return None
+    if not (int(first) and int(second)):
+        remedy = f"write, say, --planner {planner.partition(':')[0]}:4x2"
+        raise UsageError(explain(f"--planner {planner!r}", "both are whole numbers from 1", "", remedy))
+    return int(first), int(second)
 
 
 def with_choices(planner: Planner, pins: Sequence[str], mesh: str | None, forbid: str | None = None) -> Planner:

@@ -52,7 +52,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
-    plan = load_plan(arguments.plan)
+    plan, memory_limit = load_plan(arguments.plan), limit_of(arguments.memory_limit)
     if not arguments.what or any(layer.name == arguments.what for p in plan.programs for layer in p.layers):
         return (by_layer(plan, arguments.what or None),), DONE
     if ".py" in arguments.what:
@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
     (program,) = plan.programs
     with Console(stderr=True, highlight=False).status("tracing") as status:
         step = fit.planned_step(plan, fit.Example.of(*targets.example(target)))
-        limit = Auto(memory_limit=limit_of(arguments.memory_limit)).limit(plan.cluster)
+        limit = Auto(memory_limit=memory_limit).limit(plan.cluster)
         return reasons(step, program, arguments.what, limit, status.update).text(), DONE
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from autopar.tools.command_options import limit_of, real_number
 from autopar.tools.largest import Largest
 from autopar.tools.largest import largest as find_largest
 from autopar.tools.plot import blank, plot_memory
+from autopar.tools.wording import on_command_line
 from passes.cluster import parse_cluster
 
 _HELP = """\
@@ -69,13 +71,15 @@ def _run(arguments: argparse.Namespace) -> tuple[Output, int]:
             example = fit.Example.of(*targets.example(arguments.target))
             presets = targets.presets(arguments.target, arguments.presets)
             step = fit.traced_step(example, cluster=cluster)
-            rows.extend(fit.plans(step, setting, status.update))
+            for row in fit.plans(step, setting, status.update):
+                rows.append(replace(row, refusal=on_command_line(row.refusal)))
             if arguments.seconds != 0:
-                largest.extend(find_largest(example, step, setting, rows, presets, status.update))
+                for entry in find_largest(example, step, setting, rows, presets, status.update):
+                    largest.append(replace(entry, refusal=on_command_line(entry.refusal)))
         except KeyboardInterrupt:
             note = "Ended by Ctrl-C: rows are missing."
-    if arguments.plot:
-        plot_memory({row.name: row.plan for row in rows if row.plan}, arguments.plot, setting.limit_nbytes)
+    if arguments.plot and (drawn := {row.name: row.plan for row in rows if row.plan}):
+        plot_memory(drawn, arguments.plot, setting.limit_nbytes)
     in_words = fit_text.json_text if arguments.json else fit_text.tables
     answer = DONE if any(row.fits for row in rows) else DIFFERENT
     return in_words(setting, rows, largest, note), INTERRUPTED if note else answer

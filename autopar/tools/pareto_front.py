@@ -29,7 +29,7 @@ def front(step: ParallelFunction, args: Sequence[Any], kwargs: dict[str, Any], m
             plan = step.replan(memory_limit=int(LESS * plans[-1].peak_nbytes)).plan(*args, **kwargs)
         except OverBudgetError:
             break
-        if plan.step_seconds < plans[-1].step_seconds:  # a search with a limit may look longer: the last one was worse
+        while plans and plan.step_seconds < plans[-1].step_seconds:  # a search with a limit may look longer
             plans.pop()
         plans.append(plan)
     return plans

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from autopar.tools.command import Output
 from autopar.tools.targets import UsageError
+from autopar.tools.wording import on_command_line
 from passes.text import Table
 
 WIDEST = 1000
@@ -69,7 +70,11 @@ def warned(command: str) -> Iterator[None]:
         message: Warning | str, category: type[Warning], filename: str, line: int, text: str | None = None
     ) -> str:
         is_own = issubclass(category, UserWarning) and filename.startswith(_OWN)
-        return f"autopar {command}: {message}\n" if is_own else usual(message, category, filename, line, text)
+        return (
+            f"autopar {command}: {on_command_line(str(message))}\n"
+            if is_own
+            else usual(message, category, filename, line, text)
+        )
 
     warnings.formatwarning = shown
     try:

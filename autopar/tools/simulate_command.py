@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from autopar.tools.plot import blank
 from autopar.tools.simulation import Request, Row, Sweep, rows, saved
 from autopar.tools.targets import UsageError
 from autopar.tools.what_if import Simulation
+from autopar.tools.wording import on_command_line
 from passes.cluster import parse_cluster
 from passes.errors import explain
 from passes.plan import load_plan
@@ -90,7 +92,8 @@ def _simulated(arguments: argparse.Namespace, progress: Callable[[str], None]) -
             tokens_per_step=arguments.tokens_per_step,
         )
         try:
-            simulated.extend(rows(example, sweep, request, progress))
+            for row in rows(example, sweep, request, progress):
+                simulated.append(replace(row, refusal=on_command_line(row.refusal)))
         except KeyboardInterrupt:
             note = "Ended by Ctrl-C: rows are missing."
     if simulated and simulated[-1].is_interrupted:

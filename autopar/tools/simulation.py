@@ -229,5 +229,6 @@ def several(value: Value | Sequence[Value] | None) -> tuple[Value, ...]:
     if value is None:
         return ()
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(dict.fromkeys(cast("Sequence[Value]", value)))
+        listed = tuple(cast("Sequence[Value]", value))
+        return tuple(each for place, each in enumerate(listed) if each not in listed[:place])  # plans have no hash
     return (cast("Value", value),)

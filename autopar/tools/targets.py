@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +19,7 @@ from autopar.errors import explain
 from autopar.tools.fit import Example
 from autopar.tools.largest import presets_of
 from passes.errors import PlanningError, close
+from passes.text import count
 
 TARGET = """\
 FUNCTION takes no arguments and returns (step, args) or (step, args, kwargs):
@@ -54,15 +57,31 @@ def _read(target: str, returned: Any) -> tuple[Callable[..., Any], tuple[Any, ..
     """The step and its arguments in what a target returned. Raises UsageError for anything else."""
     match returned:
         case (step, tuple() | list() as args) if callable(step):
-            return step, tuple(args), {}
+            return _checked(target, step, tuple(args), {})
         case (step, tuple() | list() as args, dict(kwargs)) if callable(step):
-            return step, tuple(args), kwargs
+            return _checked(target, step, tuple(args), kwargs)
         case (step, first, *more) if callable(step) and not isinstance(first, tuple | list):
             given = ", ".join(type(value).__name__ for value in (first, *more))
             rule = f"it returned a step and {given}, and the step's arguments are a tuple, also where there is but one"
             raise UsageError(explain(target, rule, "", f"return (step, ({'state, batch' if more else 'batch,'}))"))
         case other:
             raise UsageError(f"{target} returned {type(other).__name__}, not a step and its arguments\n{TARGET}")
+
+
+def _checked(
+    target: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A step and its arguments. Raises UsageError for others than the step takes."""
+    with suppress(ValueError):  # a callable that does not say what it takes
+        signature = inspect.signature(step)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            given, taken = count(len(args) + len(kwargs), "argument"), ", ".join(signature.parameters) or "nothing"
+            rule = f"it returned {given} for a step that takes {taken}: {error}"
+            remedy = "return (step, args), where args are a tuple of what the step is called with"
+            raise UsageError(explain(target, rule, "", remedy)) from error
+    return step, args, kwargs
 
 
 def called(target: str) -> Any:
@@ -78,8 +97,10 @@ def called(target: str) -> Any:
         module = importlib.import_module(module_name)
         if callable(function := getattr(module, name, None)):
             return function()
-    except PlanningError:
-        raise
+    except PlanningError as error:  # of a call in the user's own code, whose words are Python's
+        usage = UsageError(str(error))
+        usage.__notes__ = getattr(error, "__notes__", [])
+        raise usage from error
     except SystemExit as end:  # it read this command's line as its own, say
         rule = f"the module or the function ends the program (SystemExit: {end.code})"
         remedy = 'put what a script does, such as reading its options, under if __name__ == "__main__":'

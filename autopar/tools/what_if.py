@@ -119,7 +119,17 @@ def _sweep(
         _check(name, values, "a whole number from 1", lambda value: type(value) is int and value >= 1)
     for name, values in factors.items():
         _check(name, values, *_POSITIVE)
-    return Sweep(clusters=clusters, planners={named(planner): planner for planner in planners}, **whole, **factors)
+    return Sweep(clusters=clusters, planners=_by_name(planners), **whole, **factors)
+
+
+def _by_name(planners: Sequence[Planner]) -> dict[str, Planner]:
+    """The planners by their names, in which a number tells apart those that are called alike."""
+    by_name: dict[str, Planner] = {}
+    for planner in planners:
+        name = named(planner)
+        alike = sum(named(other) == name for other in by_name.values())
+        by_name[f"{name} ({alike + 1})" if alike else name] = planner
+    return by_name
 
 
 def _check(name: str, values: Sequence[Any], rule: str, is_right: Callable[[Any], bool]) -> None:

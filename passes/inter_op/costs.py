@@ -29,8 +29,7 @@ class CostArrays:
 
     In the words of `passes.inter_op.partitions`, `forward` is F of a stage, `chain` c, `busy` t and `finish` f;
     `onward` and `back` are the transfers at a boundary, and `there_and_back` their sum, h. `period` is busy + finish /
-    microbatches. `max_in_flight` is the number of microbatches in flight that fit, below 1 where none does;
-    `base_nbytes` are the bytes without any, `in_flight_nbytes` those of each, also where they do not fit.
+    microbatches. `max_in_flight` is the number of microbatches in flight that fit, below 1 where none does.
     """
 
     candidates: Mapping[Entry, Candidate]
@@ -40,8 +39,6 @@ class CostArrays:
     finish: Floats
     period: Floats
     max_in_flight: Floats
-    base_nbytes: Floats
-    in_flight_nbytes: Floats
     onward: Floats
     back: Floats
     there_and_back: Floats
@@ -101,8 +98,6 @@ def tabulate(
         finish=finish,
         period=busy + finish / microbatches,
         max_in_flight=max_in_flight,
-        base_nbytes=base,
-        in_flight_nbytes=in_flight,
         onward=boundaries.onward,
         back=boundaries.back,
         there_and_back=boundaries.onward + boundaries.back,

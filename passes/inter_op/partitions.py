@@ -34,7 +34,6 @@ from itertools import product
 from passes.errors import PlanningError, explain
 from passes.inter_op.choices import Partition, Places, StageTable, Submesh, place
 from passes.inter_op.costs import Problem, boundary_seconds, entries, tabulate, with_bounds
-from passes.inter_op.infeasible import infeasible_error
 from passes.inter_op.requests import LowerBoundOf, Prefetch, Requests
 from passes.inter_op.schedule_registry import is_chunked, splits_backward
 from passes.inter_op.search import Incumbent, branch_and_bound, search_by_period, search_single_stages
@@ -108,12 +107,12 @@ def partition(
     most_extended: int = MOST_EXTENDED,
     context: SearchContext | None = None,
 ) -> Partition | None:
-    """The partition with the shortest simulated step; None if that is not below the cutoff of the `context`.
+    """The partition with the shortest simulated step; None where none fits, or is below the cutoff of the `context`.
 
     `table` has the costs of stages. `lower_bound` bounds the cost of any of them; without it every entry is requested.
     `prefetch` is called with the entries that are requested next, and the seconds that a step must stay below. The
     branch and bound at the end extends at most `most_extended` partial partitions. Raises PlanningError for a space
-    without partitions, for chunked schedules, and where no partition fits in memory.
+    without partitions, and for chunked schedules.
     """
     context = context or SearchContext()
     places = space.places()
@@ -151,11 +150,7 @@ def partition(
     problems = _searched(requests, problems_so_far, incumbent, context)
     incumbent.entries = sum(map(len, requests.known.values()))
     bound = 0.0 if context.is_interrupted else branch_and_bound(problems, incumbent, most_extended)
-    if incumbent.best is None and math.isfinite(context.cutoff):
-        return None
-    if incumbent.best is None:
-        raise infeasible_error(problems, places, space.memory_limit)
-    return incumbent.answer(bound)
+    return None if incumbent.best is None else incumbent.answer(bound)
 
 
 def _searched(

@@ -29,7 +29,7 @@ from passes.intra_op.matrices import Matrix, SharedTables
 from passes.intra_op.reductions import Read, with_sums
 from passes.intra_op.stacks import Copies, copies
 from passes.intra_op.strategies import Table, Tabulator
-from passes.ir import Control, Graph, Port, StatePairs, TensorType
+from passes.ir import Control, Graph, Port, StatePairs, TensorType, phase
 from passes.placement import Background, Grouping, weights
 from passes.rules import made_anywhere
 from passes.sharding import Resharder, ShardingSpec, replicated
@@ -161,11 +161,11 @@ class _Builder:
             for position, specs in self.inputs[node]:
                 self._connect(subproblem, self.reads[node][position], node, specs, None, late=late)
         for index, control_join in subproblem.control_joins.items():
-            operands = zip(subproblem.graph.nodes[index].inputs, control_join.control.operands, strict=True)
-            for value, port_use in operands:
+            loop = subproblem.graph.nodes[index]
+            for value, port_use in zip(loop.inputs, control_join.control.operands, strict=True):
                 port = control_join.ports[port_use.port]
                 specs = self.shared.interned(tuple(stacked(spec, port_use) for spec in port.specs))
-                self._connect(subproblem, value, port.node, specs, index)
+                self._connect(subproblem, value, port.node, specs, index, late=phase(loop) == "backward")
             for body, inner in zip(control_join.control.bodies, control_join.bodies, strict=True):
                 self.connect(inner)
                 for value, port in zip(body.graph.outputs, body.outputs, strict=True):
@@ -177,7 +177,7 @@ class _Builder:
     ) -> None:
         """Adds the cost of bringing `value` to its reader `target`: an edge, or seconds of the target's own strategies.
 
-        The target is an operator group, of the backward pass if it is `late`, or reads the value at node `at`.
+        The target, of the backward pass if it is `late`, is an operator group, or reads the value at node `at`.
         """
         graph, grouping = subproblem.graph, subproblem.grouping
         root = grouping.roots.get(value, value)

@@ -15,7 +15,7 @@ import numpy as np
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
 from passes.intra_op.rearranging import rearranging_seconds
-from passes.intra_op.roofline import computing_dtype, group_seconds, local_flops, times_made
+from passes.intra_op.roofline import computing_dtype, group_seconds, is_no_kernel, local_flops, times_made
 from passes.intra_op.stacks import copies
 from passes.ir import PHASES, Body, Control, Graph, Node, Phase, phase
 from passes.placement import Grouping, Layout, OperatorGroup, Placement
@@ -145,8 +145,8 @@ class _PlacedGraph:
             assignment = _assignment(rule, self.placements[member])
             flops += again * local_flops(rule, assignment, self.mesh)
             rearranging += rearranging_seconds(rule, [graph.types[v] for v in node.inputs], assignment, self.mesh)
-        if all(self.grouping.rules[member].is_layout for member in members):
-            return rearranging  # a layout, as in `passes.intra_op.strategies`
+        if is_no_kernel([self.grouping.rules[member] for member in members], device):
+            return rearranging
         first = graph.nodes[members[0]]
         dtype = computing_dtype(*([graph.types[value] for value in values] for values in (first.inputs, first.outputs)))
         work = np.array([flops, self._nbytes(operator_group, members), rearranging])

@@ -264,7 +264,10 @@ def look_for_least(memory: MeshMemory, options: SolverOptions) -> None:
             best, least_nbytes = choice, point.nbytes
         new = budget(memory.program, memory.row(point.at), choice, point.nbytes, _AIM * point.nbytes)
         problem = replace(problem, budgets=(*problem.budgets, replace(new, limit=max(new.limit, 1.0))))
-        choice = least_memory_choice(problem, options)
+        try:
+            choice = least_memory_choice(problem, options)
+        except PlanningError:  # out of time: the lowest one so far it is
+            break
         if choice == best:
             break
     memory.peak(choice)  # which is noted with that

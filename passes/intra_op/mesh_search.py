@@ -27,7 +27,7 @@ from passes.intra_op.meshes import allowed
 from passes.intra_op.proving import Goal, better, proven, run
 from passes.ir import Graph
 from passes.limits import Limits
-from passes.plan import INTERRUPTED, Alternative, Plan
+from passes.plan import INTERRUPTED, LATE, Alternative, Plan
 from passes.progress import Progress, SearchContext
 from passes.solver import Answer, NotCheaperError, Search, SolverOptions
 from passes.text import quantities
@@ -261,7 +261,9 @@ class MeshSearch:
         By default, that is what is known of them without a limit.
         """
         others = [other.answer for other in self.solved if other.assembly is not solved.assembly]
-        plan = self.problems.plan(self.planner, solved, _beside(answer, others, self._rough.gap, least))
+        answer = _beside(answer, others, least)
+        answer = _ended(answer, [solved.answer, *others], self._rough.gap)
+        plan = self.problems.plan(self.planner, solved, answer)
         plan = plan.beside([_met(other) for other in self.solved if other.assembly.mesh != solved.assembly.mesh])
         return plan.ended(INTERRUPTED) if self.context.is_interrupted else plan
 
@@ -279,18 +281,23 @@ def _begun(problems: MeshProblems, solved: Solved, options: SolverOptions, limit
     return replace(solved, answer=better(answer, solved.answer))
 
 
-def _beside(answer: Answer, others: Sequence[Answer], gap: float, least: float | None) -> Answer:
-    """The answer with a bound and status that hold over all problems, of which the others take at least `least`
-    seconds.
+def _beside(answer: Answer, others: Sequence[Answer], least: float | None) -> Answer:
+    """The answer with a bound that holds over all problems, of which the others take at least `least` seconds.
 
     Without `least`, their bounds without a limit count.
     """
     least = min((other.bound for other in others), default=math.inf) if least is None else least
-    answer = replace(answer, bound=min(answer.bound, least, answer.objective))
-    if answer.status != "optimal" or answer.is_within(gap):
+    return replace(answer, bound=min(answer.bound, least, answer.objective))
+
+
+def _ended(answer: Answer, searches: Sequence[Answer], gap: float) -> Answer:
+    """The answer with what ended the search, where more than the gap is left: the time limit of any of these, or
+    work.
+    """
+    if answer.is_within(gap):
         return answer
-    late = any(other.status == "time limit" for other in others)
-    return replace(answer, status="time limit" if late else "near optimal")
+    late = any(search.status == LATE for search in (answer, *searches))
+    return replace(answer, status=LATE if late else "near optimal")
 
 
 def _fitted(

@@ -146,7 +146,8 @@ def guesses(pattern: str, names: Sequence[str]) -> str:
     is similar.
     """
     paths = [path_of(name) for name in names]
-    return close(pattern, paths) or f"inputs are {', '.join(paths[:5])}{', ...' if len(paths) > 5 else ''}"
+    listed = f"{', '.join(paths[:5])}{', ...' if len(paths) > 5 else ''}"
+    return close(pattern, paths) or f"inputs are {listed or 'none'}"
 
 
 def placed_inputs(pins: Pins, names: Sequence[str], types: Sequence[TensorType]) -> dict[int, ShardingSpec]:

@@ -9,6 +9,7 @@ from passes.intra_op.memory_limit import LOOSE, Fitted, filled, seconds_within, 
 from passes.intra_op.mesh_memory import MeshMemory
 from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.limits import Limits
+from passes.plan import LATE
 from passes.solver import Answer, Search, SolverOptions
 
 _FAR = 0.1
@@ -40,9 +41,13 @@ def run(problems: MeshProblems, solved: Solved, options: SolverOptions, cutoff: 
 
 
 def better(answer: Answer, known: Answer) -> Answer:
-    """The cheaper of two answers to one problem, with the better bound."""
+    """The cheaper of two answers to one problem, with the better bound; a time limit that ended either search stays
+    known.
+    """
     best = min(answer, known, key=lambda candidate: candidate.objective)
-    return replace(best, bound=min(max(answer.bound, known.bound), best.objective))
+    is_late = best.status != "optimal" and LATE in (answer.status, known.status)
+    bound = min(max(answer.bound, known.bound), best.objective)
+    return replace(best, bound=bound, status=LATE if is_late else best.status)
 
 
 def proven(

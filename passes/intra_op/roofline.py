@@ -44,6 +44,14 @@ def group_seconds(device: DeviceSpec, dtype: str, flops: Floats, nbytes: Floats,
     return np.maximum(computing, passing) + rearranging_seconds + device.launch_seconds
 
 
+def is_no_kernel(rules: Sequence[ShardingRule], device: DeviceSpec) -> bool:
+    """Whether an operator group needs no kernel: it only permutes dimensions, and XLA gives its neighbours such
+    layouts, or only gives elements in their order in memory other dimensions, which a TPU's tiles do not keep.
+    """
+    is_as_it_lies = not is_tpu(device) and all(rule.regroups or rule.is_bound for rule in rules)
+    return is_as_it_lies or all(rule.is_layout for rule in rules)
+
+
 def local_flops(rule: ShardingRule, assignment: Assignment, mesh: Mesh) -> float:
     """The flops of one device under an assignment; only factors on a dimension divide the work.
 

@@ -29,6 +29,7 @@ from passes.intra_op.roofline import (
     computing_dtype,
     group_seconds,
     has_own_rate,
+    is_no_kernel,
     local_flops,
     times_made,
 )
@@ -234,14 +235,11 @@ class _Pricing:
         return legal
 
     def _compute_seconds(self) -> Floats:
-        """Seconds of every strategy by the roofline [strategies].
-
-        An operator that only permutes dimensions is no kernel where XLA gives its neighbours such layouts.
-        """
+        """Seconds of every strategy by the roofline [strategies]."""
         rearranging = self._rearranging_seconds()
-        if all(member.rule.is_layout for member in self.members):
-            return rearranging
         device, first = self.tabulator.mesh.cluster.group().device, self.members[0]
+        if is_no_kernel([member.rule for member in self.members], device):
+            return rearranging
         dtype = computing_dtype(first.reads, first.writes)
         return group_seconds(device, dtype, self._flops(), self._nbytes(), rearranging)
 

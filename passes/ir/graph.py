@@ -58,8 +58,8 @@ class TensorType:
 
     @property
     def is_float(self) -> bool:
-        """Whether elements are real floating-point numbers, of any width."""
-        return self.dtype.startswith(("float", "bfloat"))
+        """Whether elements are real floating-point numbers, of any width; `float0` has none."""
+        return self.dtype.startswith(("float", "bfloat")) and self.dtype != "float0"
 
     @property
     def is_inexact(self) -> bool:

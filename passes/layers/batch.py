@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from passes.ir import Graph, Node, StatePairs, control_of, scan_of
-from passes.layers.dims import DimClasses, Work, stands_alone
+from passes.layers.dims import DimClasses, Work, dim_classes, stands_alone
 from passes.rules import remembered
 
 OTHERWISE = "name the batch with batch_argnums= or batch_argnames="
@@ -92,8 +92,8 @@ def rows_along(graph: Graph, batch: Mapping[int, int], values: Collection[int]) 
 
     Values without rows, or with rows along more than one dimension, are left out.
     """
-    dims = DimClasses()
-    firsts = dims.add(graph).firsts
+    dims, numbering = dim_classes(graph)
+    firsts = numbering.firsts
     heads = {dims.root(firsts[value] + dim) for value, dim in batch.items() if graph.types[value].rank}
     ranks = {value: graph.types[value].rank for value in values}
     along = {v: [d for d in range(rank) if dims.root(firsts[v] + d) in heads] for v, rank in ranks.items()}
@@ -110,8 +110,8 @@ def loops_over_batch(
     """
     if not any(stands_alone(node) for node in graph.nodes):
         return {}
-    dims = DimClasses()
-    firsts = dims.add(graph).firsts
+    dims, numbering = dim_classes(graph)
+    firsts = numbering.firsts
     batch = {dims.root(firsts[graph.inputs[i]]) for i in batch_inputs(graph, state_pairs, named)}
     over_rows = (i for i, dim in dims.loop_dims.items() if dims.root(dim) in batch)
     return {
@@ -141,8 +141,8 @@ def _is_over_microbatches(graph: Graph, index: int, dims: DimClasses, firsts: Se
     if not slices or scan.length % parts:
         return bool(slices)
     inner = {dims.root(firsts[v] + 1) for v in slices}
-    kept = sum(flops for flops, kept, _ in dims.works() if not inner.isdisjoint(kept))
-    summed = sum(flops for flops, _, summed in dims.works() if not inner.isdisjoint(summed))
+    kept = sum(flops for flops, kept, *_ in dims.works() if not inner.isdisjoint(kept))
+    summed = sum(flops for flops, _, summed, _ in dims.works() if not inner.isdisjoint(summed))
     rows = {graph.types[v].shape[1] for v in slices}
     return len(rows) == 1 and not any(n % parts for n in rows) and summed < kept / 2
 
@@ -184,8 +184,8 @@ class _Along:
         """The classes of the dimensions of the inputs at these positions; those of a `single` element only if asked
         for.
         """
-        dims = DimClasses(single=single)
-        firsts = dims.add(graph).firsts
+        dims, numbering = dim_classes(graph, single)
+        firsts = numbering.firsts
         classes = {v: [dims.root(firsts[v] + d) for d in range(graph.types[v].rank)] for v in graph.inputs}
         kept = (graph.inputs[i] for i in state)
         leading = Counter(classes[v][0] for v in kept if classes[v] and graph.consumers.get(v))
@@ -204,7 +204,7 @@ class _Along:
     @cached_property
     def work(self) -> Mapping[int, float]:
         """Class of a leading dimension -> the flops of the operators that keep it."""
-        return {head: sum(flops for flops, kept, _ in self.works if head in kept) for head in set(self.heads.values())}
+        return {head: sum(flops for flops, kept, *_ in self.works if head in kept) for head in set(self.heads.values())}
 
     @property
     def most(self) -> float:
@@ -220,7 +220,7 @@ class _Along:
         `rows` has the number of rows of each input that may be in it.
         """
         heads, batch, extents = self.heads, {self.heads[first]}, {rows[first]}
-        of_batch = [(flops, kept, summed) for flops, kept, summed in self.works if heads[first] in kept]
+        of_batch = [(flops, kept, summed) for flops, kept, summed, _ in self.works if heads[first] in kept]
         for i in sorted(rows, key=lambda i: self.work[heads[i]], reverse=True):
             head_work = self.work[heads[i]]
             shared = sum(flops for flops, kept, _ in of_batch if heads[i] in kept)

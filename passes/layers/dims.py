@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from passes.ir import Control, Graph, Node, PortUse, control_of, phase, scan_of
-from passes.rules import ShardingRule, rules_of
+from passes.rules import ShardingRule, remembered, rules_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,14 @@ class Numbering:
 class Work(NamedTuple):
     """The flops of an operator, the classes of dimensions that it keeps without summing any of them, and those that it
     sums.
+
+    Those that are `mixed` are on both sides: each position is made of all, as in attention.
     """
 
     flops: float
     kept: frozenset[int]
     summed: frozenset[int]
+    mixed: frozenset[int]
 
 
 class _Operator(NamedTuple):
@@ -219,9 +222,17 @@ class DimClasses:
         works: list[Work] = []
         for flops, is_forward, kept, summed in self._operators:
             if is_forward or not has_forward:
-                summed_classes = frozenset(map(self.root, summed))
-                works.append(Work(flops, frozenset(map(self.root, kept)) - summed_classes, summed_classes))
+                kept_classes, summed_classes = frozenset(map(self.root, kept)), frozenset(map(self.root, summed))
+                mixed = kept_classes & summed_classes
+                works.append(Work(flops, kept_classes - mixed, summed_classes, mixed))
         return works
+
+
+@remembered
+def dim_classes(graph: Graph, single: bool = False) -> tuple[DimClasses, Numbering]:
+    """The classes of dimensions of a program, with the numbers of its dimensions, cached on the graph."""
+    dims = DimClasses(single=single)
+    return dims, dims.add(graph)
 
 
 def stands_alone(node: Node) -> bool:

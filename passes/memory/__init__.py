@@ -2,7 +2,7 @@
 scheduling and packing.
 """
 
-from passes.memory.accounting import gradient_nbytes, margin_of, model_of, peak
+from passes.memory.accounting import margin_of, model_of, peak
 from passes.memory.compilers import compiler_of
 from passes.memory.holders import PERSISTENT, Holder, Memory, Temporaries
 from passes.memory.tpu_chips import is_tpu
@@ -13,7 +13,6 @@ __all__ = [
     "Memory",
     "Temporaries",
     "compiler_of",
-    "gradient_nbytes",
     "is_tpu",
     "margin_of",
     "model_of",

@@ -18,7 +18,7 @@ from passes.gc_pause import without_gc
 from passes.ir import Graph, StatePairs, item_nbytes, phase
 from passes.memory import tpu_layouts, xla_cpu, xla_gpu, xla_tpu
 from passes.memory.compilers import compiler_of
-from passes.memory.holders import CAUSES, HOLDERS, Holder, Memory, Temporaries, phase_of
+from passes.memory.holders import CAUSES, HOLDERS, Holder, Memory, Temporaries
 from passes.memory.split_products import weights_of
 from passes.memory.tpu_chips import is_tpu
 from passes.placement import Grouping, Layout, ReshardingPlan
@@ -129,20 +129,6 @@ def _by_layer(holders: Sequence[Holder]) -> Mapping[str, int]:
     for holder in holders:
         nbytes[holder.layer] = nbytes.get(holder.layer, 0) + holder.nbytes
     return MappingProxyType(nbytes)
-
-
-def gradient_nbytes(graph: Graph, mesh: Mesh, layout: Layout) -> int:
-    """Bytes of all gradients on one device, as the apply phase reads them; they are not all there at the peak."""
-    total = 0
-    for index, node in enumerate(graph.nodes):
-        if phase_of(node) != "apply":
-            continue
-        for value, spec in zip(node.inputs, layout.placements[index].operands, strict=True):
-            producer = graph.producers.get(value)
-            first = next(r for r in graph.consumers[value] if phase_of(graph.nodes[r]) == "apply")
-            if producer is not None and phase_of(graph.nodes[producer]) == "backward" and first == index:
-                total += spec.local_nbytes(graph.types[value], mesh)
-    return total
 
 
 def _read_forward(graph: Graph, grouping: Grouping) -> set[int]:

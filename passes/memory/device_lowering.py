@@ -67,7 +67,7 @@ def lower(
     for index, placement in enumerate(layout.placements):
         if reshardings.before[index]:
             lowering.pack(index, reshardings.packs.get(index, ()))
-            lowering.bring(index, reshardings.before[index])
+            lowering.bring(index, (*reshardings.early.get(index, ()), *reshardings.before[index]))
         if is_free(graph, index):
             lowering.free.update(dict.fromkeys(graph.nodes[index].outputs, index))
         else:

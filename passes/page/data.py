@@ -11,7 +11,7 @@ from typing import Any
 from passes.inter_op import StageCost, Timeline
 from passes.ir import PHASES
 from passes.page.blocks import Block, Row, blocks_of
-from passes.page.measured import REST, Measured, measured_rows
+from passes.page.measured import Measured, kinds_of, measured_rows
 from passes.plan import AnyPlan, Plan
 from passes.plan import text as plan_text
 
@@ -181,7 +181,7 @@ def _measured(measured: Measured) -> dict[str, object]:
 def _timeline(timeline: Timeline, measured: Measured | None) -> dict[str, object]:
     """The spans `[group, stage, microbatch, kind, start, end]` of a pipeline, and the end of each group's step."""
     schedule = timeline.schedule
-    kinds = [*sorted({span.task.kind for span in timeline.spans}), REST]
+    kinds = kinds_of(timeline)
     return {
         "name": str(schedule),
         "bubble": timeline.bubble,

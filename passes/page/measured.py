@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from passes.errors import PlanningError, explain
+from passes.inter_op import Timeline
 from passes.plan import AnyPlan
 from passes.plan import json as plan_json
 
@@ -92,12 +93,23 @@ class Measured:
     def check(self, plan: AnyPlan) -> None:
         """Raises PlanningError unless these are steps of that plan."""
         theirs, ours = (self.program, self.shape), (plan.fingerprint, plan.shape)
+        remedy = "measure a step of this plan: train_step.report(state, batch).write(path)"
         if theirs != ours:
             rule = "they are of program {} on {}, and the plan is of {} on {}".format(*theirs, *ours)
-            remedy = "measure a step of this plan: train_step.report(state, batch).write(path)"
+            raise PlanningError(explain("measured steps", rule, "", remedy))
+        kinds = kinds_of(plan.timeline) if plan.timeline else []
+        if plan.timeline and (others := sorted({span.kind for span in self.spans}.difference(kinds))):
+            rule = f"they have tasks of kind {others[0]!r}, and the plan's schedule has {', '.join(kinds)}"
             raise PlanningError(explain("measured steps", rule, "", remedy))
 
 
+def kinds_of(timeline: Timeline) -> list[str]:
+    """The kinds of what a pipeline's submeshes run, in the order in which its page numbers them."""
+    return [*sorted({span.task.kind for span in timeline.spans}), REST]
+
+
 def measured_rows(spans: Sequence[MeasuredSpan], kinds: Sequence[str]) -> list[list[object]]:
-    """The spans as the page reads them: `[group, stage, microbatch, kind, start, end]`, the kind by its place."""
+    """The spans as the page reads them: `[group, stage, microbatch, kind, start, end]`, the kind by its place in
+    `kinds_of` the plan.
+    """
     return [[*span.to_json()[:3], kinds.index(span.kind), *span.to_json()[4:]] for span in spans]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from passes.cluster import Cluster
-from passes.errors import OverBudgetError
 from passes.inter_op import Candidate, Partition, Submesh, is_chunked, partitions, splits_backward, submeshes
 from passes.limits import Limits
 from passes.pipeline.draft_space import DraftSpace
@@ -155,16 +154,13 @@ class Drafting:
             dispatch_seconds=device.dispatch_seconds,
             overlap=device.send_overlap,
         )
-        try:
-            return partitions.partition(
-                space,
-                self.table,
-                lower_bound=self.table.bounds.of_layers,
-                prefetch=partial(price_layers, self.table),
-                context=replace(context, cutoff=self._whole_seconds(search.cutoff / (1 + search.space.least_gain))),
-            )
-        except OverBudgetError:
-            return None
+        return partitions.partition(
+            space,
+            self.table,
+            lower_bound=self.table.bounds.of_layers,
+            prefetch=partial(price_layers, self.table),
+            context=replace(context, cutoff=self._whole_seconds(search.cutoff / (1 + search.space.least_gain))),
+        )
 
     def _partition_counts(self, search: DraftSearch) -> tuple[int, ...]:
         """The numbers of microbatches in which partitions are searched: that of the best hand-made pipeline and, unless

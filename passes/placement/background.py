@@ -1,6 +1,7 @@
 """The reshardings that a compiler may hide behind computing, since nothing that is computed meanwhile waits for them.
 
-A weight is there before the step begins, so it can be gathered ahead of its use (ZeRO-3). The gradient of a weight is
+A weight is there before the step begins, so it can be gathered ahead of its use (ZeRO-3), and behind the recomputation
+of a layer that waits at a barrier, except for what its first products read. The gradient of a weight is
 read by the update alone, so it can be reduced during the backward pass; so can a loss that is only returned.
 Activations and their gradients are waited for. Sums of a loop are there when it ends, and after one over microbatches
 no computing is left to hide their reduction.
@@ -60,7 +61,7 @@ class Background:
         flops = tuple(sorted(_total(by_node).items()))
         return cls(
             graph=graph,
-            arguments=derived(graph, floats, ("forward", "backward", "apply")),
+            arguments=derived(graph, floats, ("forward", "backward", "apply"), behind_barriers=True),
             unawaited=unawaited,
             weight=Behind(kinds=("all_gather",), combined_nbytes=0, sent_nbytes=read, flops=flops),
             gradient=Behind(
@@ -184,10 +185,20 @@ def _hands_on(graph: Graph, value: int, reader: int, unawaited: set[int]) -> boo
     return same and rule_of(node, graph).light
 
 
-def derived(graph: Graph, values: Collection[int], phases: Collection[Phase] = ("forward", "apply")) -> frozenset[int]:
-    """These values, and values of equal size that nodes of these phases make of one of them alone, such as a cast."""
+def derived(
+    graph: Graph,
+    values: Collection[int],
+    phases: Collection[Phase] = ("forward", "apply"),
+    *,
+    behind_barriers: bool = False,
+) -> frozenset[int]:
+    """These values, and values of equal size that nodes of these phases make of one of them alone, such as a cast; as
+    asked for, also those that barriers let through.
+    """
     known = set(values)
     for node in graph.nodes:
+        if behind_barriers and rule_of(node, graph).alias:
+            known.update(after for before, after in zip(node.inputs, node.outputs, strict=True) if before in known)
         arrays = [v for v in node.inputs if v not in graph.literals]
         if len(arrays) != 1 or len(node.outputs) != 1 or arrays[0] not in known or phase(node) not in phases:
             continue

@@ -38,7 +38,7 @@ from passes.transforms import Stages, kept_of, stages
 SomePlan = TypeVar("SomePlan", bound="PipelinePlan")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PipelinePlan(AnyPlan):
     """The plans of a step's stages, each on a submesh of its own, and the schedule of microbatches through them.
 

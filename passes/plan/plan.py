@@ -43,8 +43,12 @@ class AnyPlan(Storable):
     planner: str
     collectives: tuple[Collective, ...]
     """The collectives of one step, in all of its programs."""
+
     nbytes: Mapping[str, int]
     """Predicted peak bytes on the fullest device, by cause."""
+
+    def __repr__(self) -> str:  # its fields are tens of thousands of characters
+        return f"<{self.planner} plan, {self.shape}>"
 
     @property
     @abstractmethod
@@ -161,7 +165,7 @@ class AnyPlan(Storable):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(AnyPlan):
     """The placements of every operator, input and output of a program on a mesh, and what they cost.
 
@@ -291,7 +295,6 @@ class Plan(AnyPlan):
         return Layout(inputs=self.inputs, placements=tuple(o.placement for o in self.operators), outputs=self.outputs)
 
     def check(self, graph: Graph, state_pairs: StatePairs = ()) -> None:
-        """Raises PlanMismatchError unless this plan was made for these operations and shapes, and is legal for them."""
         if graph.fingerprint != self.fingerprint:
             raise legality.of_another_program(
                 self.fingerprint, len(self.operators), graph, self.input_names, self.input_types
@@ -305,7 +308,6 @@ class Plan(AnyPlan):
         legality.verify_operators(self.operators, graph, self.mesh)
 
     def tables(self, *, operators: bool = False) -> tuple[Table, ...]:
-        """The plan as tables, header first; `operators` adds every operator and every line that communicates."""
         return _tables(self, operators)
 
     @property
@@ -343,7 +345,6 @@ class Plan(AnyPlan):
 
     @classmethod
     def from_json(cls, data: object) -> Self:
-        """The plan that `to_json` described. Raises PlanningError, with the place, for anything that is not one."""
         plan = read_plan(data, cls)
         return replace(plan, counted_for="") if plan.counted_for == plan.placed else plan
 

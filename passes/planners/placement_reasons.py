@@ -56,12 +56,18 @@ class Reasons:
         n = len(self.names)
         subject = self.names[0] if n == 1 else f"{self.names[0]} and {quantities.count(n - 1, 'array')} like it"
         fits = [rival for rival in self.rivals if rival.peak_nbytes <= self.limit_nbytes]
+        peak = quantities.nbytes(self.peak_nbytes)
+        over = (
+            ""
+            if self.peak_nbytes <= self.limit_nbytes
+            else f", more than the {quantities.nbytes(self.limit_nbytes)} planned with"
+        )
         faster = [rival for rival in self.rivals if rival.seconds < (1 - ROUGH) * self.seconds]
         lines = [
             f"{subject}, {self.type}, lies as {self.spec} on mesh {self.mesh}:",
             f"  {_meaning(self.spec, self.type, self.mesh)}.",
-            f"A step takes {quantities.seconds(self.seconds)} and {quantities.nbytes(self.peak_nbytes)} of a device.",
-            _why(fits, faster, self.seconds, self.limit_nbytes),
+            f"A step takes {quantities.seconds(self.seconds)} and {peak} of a device{over}.",
+            _why(self.rivals, fits, faster, self.seconds, self.limit_nbytes),
             *(f"  {self._against(rival)}" for rival in list(dict.fromkeys((*faster, *fits)))[:5]),
         ]
         if self.uneven:
@@ -79,13 +85,16 @@ class Reasons:
         return f"{rival.spec}: {quantities.seconds(rival.seconds)} ({words}), {memory}{over}"
 
 
-def _why(fits: Sequence[Rival], faster: Sequence[Rival], seconds: float, limit: float) -> str:
+def _why(rivals: Sequence[Rival], fits: Sequence[Rival], faster: Sequence[Rival], seconds: float, limit: float) -> str:
     if faster and all(rival.peak_nbytes > limit for rival in faster):
         return f"What binds is memory: a device may need {quantities.nbytes(limit)}. Over that, this is faster:"
     if faster:
         return "Faster, as the plan is hand-made, pinned, edited or of a search that ended early:"
+    if not rivals:
+        return "Nothing else can be: no other placement of it is legal here."
     if not fits:
-        return "Nothing else can be: no other placement of it is legal here or keeps the memory limit."
+        least = quantities.nbytes(min(rival.peak_nbytes for rival in rivals))
+        return f"Nothing else can be: with any other placement a device needs {least} or more, over the limit."
     slower = [rival for rival in fits if rival.seconds > (1 + ROUGH) * seconds]
     least = "No other placement of it makes the step faster" + ("" if slower else ", and none slower by more than 1 %")
     return f"{least}. Solving the rest again around others:"

@@ -121,13 +121,16 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
 
 @rule("triangular_solve")
 def _(node: Node, operands: Types, results: Types) -> ShardingRule:
-    """Right-hand sides are independent too: columns of b in a x = b, rows of b in x a = b."""
+    """Right-hand sides are independent too: columns of b in a x = b, rows of b in x a = b. Solutions of their sums are
+    sums.
+    """
     matrix, sides = operands
     batch = range(matrix.rank - 2)
     around = (None, "side") if node.params["left_side"] else ("side", None)
     base = build(
         [(matrix, [*batch, None, None]), (sides, [*batch, *around])],
         [(results[0], [*batch, *around])],
+        linear=((1,),),
         flops=float(sides.size * matrix.shape[-1]),
         light=False,
     )
@@ -142,6 +145,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     return build(
         [*((t, [*batch, None]) for t in diagonals), (sides, [*batch, None, "side"])],
         [(results[0], [*batch, None, "side"])],
+        linear=((3,),),
         flops=8.0 * sides.size,
         light=False,
     )

@@ -24,7 +24,7 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     gone = cast("tuple[int, ...]", node.params["dimensions"])
     kept_dims = [d for d in range(operands[0].rank) if d not in gone]
     base = build([(operands[0], range(operands[0].rank))], [(results[0], kept_dims)], linear=((0,),), flops=0.0)
-    return replace(base, single=_single(operands[0].shape, results[0].shape))
+    return replace(base, regroups=True, single=_single(operands[0].shape, results[0].shape))
 
 
 @rule("broadcast_in_dim", free=True)
@@ -61,13 +61,15 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         operand_labels[order[i]] = result_labels[j] = group
         sizes[group] = min(before[i], after[j])
     base = build([(operands[0], operand_labels)], [(results[0], result_labels)], sizes=sizes, linear=((0,),), flops=0.0)
+    is_in_order = order == tuple(range(len(order)))
     return replace(
         base,
+        regroups=is_in_order,
         localized=True,
         shape_parameter="new_sizes",
         splits=tuple(splits),
         moves=tuple(moves),
-        single=_single(before, after) if order == tuple(range(len(order))) else None,
+        single=_single(before, after) if is_in_order else None,
     )
 
 

@@ -53,6 +53,7 @@ class ShardingRule:
     `places`           parameters that say where each operand lives, which the plan does
     `casts`            the result is the operand in another dtype
     `permutes`         the result is the operand in another order, which a product reads and writes as it likes
+    `regroups`         the result has the elements in the order of the operand's, in other dimensions
     `convolves`        its operands are images and a kernel, whose order in memory and sizes matter on CPUs
     `selects`          it looks for an element of each window, one after another on CPUs
     `in_rows`          on CPUs its arrays lie row after row, whatever order a neighbour would have them in
@@ -91,6 +92,7 @@ class ShardingRule:
     places: tuple[str, ...] = ()
     casts: bool = False
     permutes: bool = False
+    regroups: bool = False
     convolves: bool = False
     selects: bool = False
     in_rows: bool = False
@@ -211,7 +213,7 @@ class ShardingRule:
 
     @property
     def is_layout(self) -> bool:
-        """Whether it is no kernel: it only states the layout of its operand, or permutes its dimensions."""
+        """Whether it only states the layout of its operand, or permutes its dimensions."""
         return self.permutes or self.is_bound
 
     def assignments(self, mesh: Mesh) -> list[Assignment]:

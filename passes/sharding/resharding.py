@@ -192,6 +192,11 @@ class Resharder:
             at = int(moves.routes.target[move])
         return tuple(chain)
 
+    @property
+    def hides_gathers(self) -> bool:
+        """Whether a gather runs behind computing, so that it is worth starting early."""
+        return self.mesh.cluster.group().device.collective_overlap > 0
+
     def is_packed(self, type: TensorType, after: ShardingSpec, steps: Sequence[Step]) -> bool:
         """Whether a program packs a reduction of a value by these `steps` with others that do not wait for it."""
         small = packs(self.mesh) and after.local_nbytes(type, self.mesh) <= PACKED_NBYTES

@@ -131,9 +131,8 @@ class Search:
     """The best answer to a problem so far and the best bound, in a state from which the search can continue."""
 
     def __init__(self, problem: ShardingProblem, options: SolverOptions) -> None:
-        for node, node_seconds in enumerate(problem.seconds):
-            if not np.isfinite(node_seconds).any():
-                raise NoLegalPlanError(f"node {node} of the program has no legal strategy under this planner")
+        if not all(np.isfinite(node_seconds).any() for node_seconds in problem.seconds):
+            raise _impossible(replace(problem, budgets=()))
         self.clock = Clock(options.time_limit)
         self.whole, self.cutoff = problem, math.inf
         self.options = replace(options, gap=options.gap_of(problem))
@@ -332,14 +331,14 @@ def least_memory_choice(problem: ShardingProblem, options: SolverOptions | None 
     """The strategies that exceed the budgets least, or stay furthest below them, whatever they cost.
 
     The relaxation is rounded and improved by coordinate descent; where that leaves more than a percent, the program is
-    branched on.
+    branched on. Raises PlanningError where none is found, as in too little time.
     """
     options = options or SolverOptions()
     merged = merge_equal_nodes(problem, RADIUS if options.tie_radius is None else options.tie_radius, _PARTS)
     program = StrategyProgram(merged.problem, least_memory=True)
     program.run(gap=options.gap, seconds=options.time_limit)
     if not program.has_values():
-        raise NoLegalPlanError("no legal plan was found on the way to the least memory")
+        raise _unfound(replace(problem, budgets=()), options.time_limit, is_dearer=False)
     if program.objective <= 0:  # nothing is needed
         return tuple(program.choice()[cls] for cls in merged.classes)
     limits = (replace(b, limit=b.limit * program.objective) for b in merged.problem.budgets)
@@ -365,8 +364,9 @@ def _unfound(problem: ShardingProblem, time_limit: float | None, *, is_dearer: b
     if is_dearer:
         return NotCheaperError("all combinations of strategies that keep the memory limit take too long")
     if time_limit is not None:
-        rule = f"no legal plan was found within {time_limit:.0f} s"
-        return PlanningError(f"{rule}; give the solver a longer time_limit")
+        return PlanningError(
+            f"no legal plan was found within {time_limit:g} s; give SolverOptions a longer time_limit="
+        )
     if problem.budgets:
         return OverBudgetError("no combination of strategies was found that keeps the memory limit")
     return _impossible(problem)

@@ -55,6 +55,8 @@ class Time:
         (cut,) = (d for d, axes in enumerate(after.dims) if axes)
         return (Step(kind="slice", axes=(AXIS,), to_dim=cut),)
 
+    hides_gathers = False
+
     def is_packed(self, type: object, after: ShardingSpec, steps: Sequence[Step]) -> bool:
         """Whether a sum is packed with others into one collective: False, as nothing is sent in time."""
         return False

@@ -187,7 +187,7 @@ BY_HAND = (autopar.Pipeline(stages=2, microbatches=2), autopar.DataParallel())
 
 
 @pytest.mark.parametrize("planner", some((autopar.Auto(pipeline=True, layers=2), *BY_HAND), 1))
-def test_what_runs_from_the_cache_is_the_step(tmp_path: Path, planner: Any):
+def test_a_cached_plan_runs_as_the_step_under_jit(tmp_path: Path, planner: Any):
     with jax.enable_x64(True):
         given = arguments("float64")
         options = {"planner": planner, "devices": jax.devices()[:2], "cache": tmp_path}
@@ -312,7 +312,7 @@ def test_a_folder_that_cannot_be_written_is_no_hindrance(tmp_path: Path):
 
 
 @pytest.mark.parametrize("cache", [1, "", b"", object(), "file", Path("file"), "file/plans"])
-def test_what_is_no_cache_is_refused(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_option_that_is_no_cache_is_refused(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("of something else")
     with pytest.raises(ArgumentError, match="cache="):

@@ -102,7 +102,7 @@ def test_arguments_stay_the_callers_and_every_round_is_in_turn(monkeypatch: pyte
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))  # none was donated
 
 
-def test_who_is_not_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_that_are_not_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     run = timed_as(monkeypatch, its=1.0, slow=1.0)
     monkeypatch.setattr(comparing, "FAR", 1.0)
     comparison = autopar.compare(parallel(), arguments())
@@ -137,7 +137,7 @@ def test_a_plan_that_compiles_to_more_than_the_limit_is_not_run(monkeypatch: pyt
         autopar.compare(parallel(planner=autopar.Megatron(data=2, tensor=2)), arguments(), planners=planners)
 
 
-def test_what_cannot_be_compared_is_refused() -> None:
+def test_arguments_of_compare_that_fit_no_step_are_refused() -> None:
     params, batch = arguments()
     with pytest.raises(ArgumentError, match=r"(?s)compare\(.*pass autopar\.parallelize"):
         autopar.compare(step, (params, batch))  # pyright: ignore[reportArgumentType]

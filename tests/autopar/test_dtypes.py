@@ -28,7 +28,7 @@ def test_bfloat16_on_a_device_without_it_is_warned_of_with_both_rates():
 @pytest.mark.parametrize(
     ("dtype", "cluster"), [("float16", "8:v100-32g"), ("bfloat16", "8:a100-80g"), ("bfloat16", "8:cpu")]
 )
-def test_what_a_device_computes_or_widens_is_not_warned_of(dtype, cluster):
+def test_dtypes_that_a_device_computes_or_widens_bring_no_warning(dtype, cluster):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         planned(dtype, cluster)

@@ -61,7 +61,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     invalidate_caches()
 
 
-def test_what_a_package_declares_is_loaded_and_what_fails_is_named(package: None) -> None:
+def test_declared_extensions_are_loaded_and_broken_ones_named(package: None) -> None:
     with pytest.warns(RuntimeWarning, match=r"autopar-example: its extension broken = .* was left out: .*is broken"):
         assert extensions.load() == ["devices"]
     assert "made-up-9000" in known()

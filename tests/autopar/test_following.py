@@ -70,7 +70,7 @@ PLANNERS = {
         *(slow(name, generate) for name in ("zero", "searched", "megatron")),  # a loop that reads all has no stages
     ],
 )
-def test_what_follows_moves_nothing_of_the_state(name: str, function: Any):
+def test_a_following_function_moves_nothing_of_the_state(name: str, function: Any):
     step = autopar.parallelize(train, planner=PLANNERS[name])
     state, _ = step(made(), X)
     followed = autopar.parallelize(function, follow=step)
@@ -159,7 +159,7 @@ def test_an_array_is_the_one_with_the_longest_end_of_its_path():
     assert counterparts(arrays, known) == [1, 0, 3, None, None]
 
 
-def test_what_is_kept_under_a_plan_keeps_it():
+def test_a_key_of_a_followed_plan_keeps_the_plan_alive():
     """Another plan gets the `id` of one that is gone, and would be taken for it."""
     state = made()
     training = autopar.parallelize(train)
@@ -175,7 +175,7 @@ def test_what_is_kept_under_a_plan_keeps_it():
     assert plan() is None
 
 
-def test_what_follows_keeps_other_arguments_where_they_arrive():
+def test_a_following_function_keeps_other_arguments_where_they_arrive():
     """With `placed="keep"` the batch stays as it comes, and the state as the followed plan has it."""
     step = autopar.parallelize(train, planner=autopar.Zero(3))
     state, _ = step(made(), X)

@@ -96,7 +96,7 @@ def test_a_forward_pass_alone_is_cut_too():
     assert specs["x"].dims == (("data",), ())
 
 
-def test_what_is_no_weight_stays_whole():
+def test_integers_and_rates_of_updates_stay_whole():
     """Positions, which are integers, and what updates alone read."""
 
     def step(w: jax.Array, x: jax.Array, places: jax.Array, rates: jax.Array) -> jax.Array:

@@ -123,7 +123,7 @@ def test_a_module_of_nnx_is_made_where_it_is_read(planner: Any, ways: int):
     assert abs(loss - wanted) < 1e-6
 
 
-def test_what_else_the_step_takes_must_be_known():
+def test_init_without_the_steps_other_arguments_is_refused():
     with pytest.raises(autopar.ArgumentError, match=r"init\(init_fn, key, others=\(batch,\)\)"):
         autopar.parallelize(step).init(init, jax.random.key(0))
 

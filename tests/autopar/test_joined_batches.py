@@ -165,7 +165,7 @@ def test_microbatches_have_rows_of_each_batch(name: str):
 
 
 @pytest.mark.parametrize("name", NOT_BY_ROW)
-def test_what_asks_for_places_has_the_programs_order(name: str):
+def test_operators_that_depend_on_positions_see_the_programs_order(name: str):
     loss, batch = NOT_BY_ROW[name]
     step = autopar.parallelize(trained(loss), planner=autopar.DataParallel())
     assert_close(step(PARAMS, *batch), jax.jit(trained(loss))(PARAMS, *batch))

@@ -112,7 +112,7 @@ def bottlenecks(count: int, width: int, batch: int, limit: int | None) -> Plan:
 
 
 @pytest.mark.slow
-def test_where_computing_again_takes_more_room_than_it_saves_keeping_more_is_tried():
+def test_a_plan_that_keeps_more_is_tried_if_recomputing_takes_more_room():
     """Weights of 3072 by 768 and a batch of 256: within .6 of the free plan's memory nothing was found."""
     free = bottlenecks(4, 3072, 256, None)
     limit = int(0.6 * free.peak_nbytes)
@@ -122,7 +122,7 @@ def test_where_computing_again_takes_more_room_than_it_saves_keeping_more_is_tri
 
 
 @pytest.mark.slow
-def test_where_several_microbatches_need_more_one_is_tried():
+def test_one_microbatch_is_tried_if_several_need_more_room():
     """Ten recurrent layers: loops that add up gradients need more than the step at once, which fits .7 of its free
     plan's memory; within .85 it was refused, and within .95 it took 1.2 times as long."""
     network = Design(kind="recurrent", blocks=("recurrent",) * 10, width=3072, batch=256, optimizer="sgd").network()

@@ -129,7 +129,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize(("name", "dtype"), half(FUNCTIONS, ("float32", "bfloat16")))
-def test_what_is_compiled_keeps_the_limit_or_an_error_says_so(name: str, dtype: str):
+def test_a_compiled_program_keeps_the_limit_or_raises(name: str, dtype: str):
     given = jax.ShapeDtypeStruct((64, 64), dtype), jax.ShapeDtypeStruct((256, 64), dtype)
     free = autopar.parallelize(FUNCTIONS[name], planner=DataParallel(), devices=jax.devices()[:2])
     needed, planned = free.lower(*given).compile().needed_nbytes, free.plan(*given).peak_nbytes

@@ -107,7 +107,7 @@ def test_accelerators_compute_in_the_dtype_that_they_are_given():
         assert on_cpu > there
 
 
-def test_what_counts_the_places_of_a_window_stays_in_the_kernel_on_a_gpu():
+def test_counters_of_a_windows_places_have_no_buffer_on_a_gpu():
     """The gradient of a maximum over windows: a counter of each dimension, as large as the array, has no buffer."""
 
     def pooled(x: jax.Array) -> jax.Array:

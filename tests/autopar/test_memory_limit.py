@@ -103,7 +103,7 @@ def refused() -> OverBudgetError:
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_said():
+def test_a_refusal_says_how_many_bytes_are_missing():
     message = str(refused())
     assert "8 devices with 9.77 KiB each" in message
     assert "the plan of least memory found needs" in message

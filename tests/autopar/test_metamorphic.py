@@ -157,7 +157,7 @@ def test_on_a_better_cluster_a_step_is_no_slower(one: Drawn):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_how_a_step_is_written_changes_no_seconds(one: Drawn):
+def test_a_steps_spelling_changes_no_seconds(one: Drawn):
     plan = one.plan()
     names = {name: f"{number}" for number, name in enumerate(sorted(one.parameters, reverse=True))}
     renamed = replace(

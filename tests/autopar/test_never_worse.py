@@ -83,7 +83,7 @@ def test_no_hand_made_plan_is_faster(case, cluster):
         (square_layers, "8:h100", "dp"),
     ],
 )
-def test_where_a_hand_made_plan_fits_one_that_is_no_slower_is_found(case, cluster, hand):
+def test_the_search_is_no_slower_than_a_hand_made_plan_that_fits(case, cluster, hand):
     theirs = planned(case, cluster, HANDS[hand])
     limit = int(theirs.peak_nbytes * 1.02)
     ours = planned(case, cluster, autopar.Auto(max_axes=1 if hand.startswith("zero") else 2), limit)
@@ -92,7 +92,7 @@ def test_where_a_hand_made_plan_fits_one_that_is_no_slower_is_found(case, cluste
 
 
 @pytest.mark.parametrize("case", [feed_forward, square_layers])
-def test_what_fits_without_a_limit_is_the_plan_within_one(case):
+def test_a_plan_that_keeps_a_limit_is_chosen_within_it(case):
     """Its prediction alone has to keep the limit; the margin is for what is searched within that."""
     free = planned(case, "8:h100", autopar.Auto(max_axes=1))
     limit = int(free.peak_nbytes * 1.02)

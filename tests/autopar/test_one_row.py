@@ -98,7 +98,7 @@ def test_one_device_has_the_row(planner: Any):
     assert autopar.parallelize(prefilled, planner=planner, cluster="1:a100-80g").plan(*prompt(1)).step_seconds > 0
 
 
-def test_what_the_user_names_is_the_batch_all_the_same():
+def test_a_batch_that_the_user_names_is_cut_with_a_warning():
     named = autopar.parallelize(prefilled, batch_argnames="params['head']", planner=DataParallel(), cluster=CLUSTER)
     with pytest.warns(UserWarning, match="taken for the batch: params"):
         plan = named.plan(*prompt(1))

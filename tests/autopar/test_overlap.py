@@ -67,7 +67,7 @@ def test_a_loss_is_reduced_with_the_gradients() -> None:
     assert loss.behind.flops
 
 
-def test_what_microbatches_sum_up_is_reduced_when_nothing_is_left_to_hide_it() -> None:
+def test_sums_of_microbatches_are_reduced_behind_nothing() -> None:
     parallel, args = step(False, cluster="8:h100", planner=autopar.DataParallel(), microbatches=2)
     graph = parallel.trace(*args).graph
     sums = {value for node in graph.nodes if node.subgraphs for value in node.outputs}
@@ -76,7 +76,7 @@ def test_what_microbatches_sum_up_is_reduced_when_nothing_is_left_to_hide_it() -
     assert all(background.behind(value) is None for value in sums)
 
 
-def test_what_a_loop_over_parts_of_a_sequence_sums_up_is_reduced_behind_what_follows() -> None:
+def test_sums_of_a_loop_over_a_sequence_are_reduced_behind_later_work() -> None:
     """The gradient of the last product, in the dtype that it has when it leaves the loop."""
     width, vocabulary, parts = 512, 16_384, 4
     f32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)

@@ -64,7 +64,7 @@ def test_each_phase_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture):
 
 
 @pytest.mark.parametrize("planner", [slow(autopar.DataParallel()), autopar.Pipeline(stages=2, microbatches=2)])
-def test_what_is_compiled_ahead_of_time_is_followed_and_a_report_too(planner: object, caplog: pytest.LogCaptureFixture):
+def test_phases_of_compiling_ahead_of_time_and_of_a_report_are_told(planner: object, caplog: pytest.LogCaptureFixture):
     """Each phase has a line and its bar; of a pipeline, the bar moves from program to program."""
     heard = list[Progress]()
 

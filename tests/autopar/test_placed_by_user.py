@@ -111,7 +111,7 @@ def test_a_shard_map_over_half_of_the_devices_runs_there():
     assert mine.sharding.device_set == theirs.sharding.device_set
 
 
-def test_what_a_call_inside_says_of_its_arguments_and_results_binds():
+def test_shardings_of_an_inner_jit_and_device_put_are_kept():
     on = mesh()
     given, called, put = (NamedSharding(on, spec) for spec in (P(None, "a"), P("b"), P(("a", "b"))))
     inner = jax.jit(lambda x: (jnp.sin(x), x), in_shardings=given, out_shardings=(called, None))
@@ -238,7 +238,7 @@ def test_options_of_the_compiler_reach_it():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_what_comes_placed_moves_with_a_warning_once_or_is_kept(kind: AxisType):
+def test_placed_arrays_move_with_one_warning_or_are_kept(kind: AxisType):
     typed = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind))
     placed = jax.device_put(X, NamedSharding(typed, P("b", "a")))
     moved = autopar.parallelize(lambda x: (x @ x).sum(0), planner=autopar.Auto(max_axes=1))

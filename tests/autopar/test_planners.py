@@ -83,7 +83,7 @@ def test_a_planner_may_choose_cluster_and_variant():
     assert step.trace(*given()).stacked
 
 
-def test_what_was_asked_for_is_in_the_step():
+def test_a_planner_gets_the_users_options_in_its_step():
     class Asked:
         def plan(self, step: Any, cluster: Any, options: Any) -> autopar.Planned:
             assert (step.chosen.microbatches, step.counts, step.layers) == (2, (2,), 0)
@@ -184,7 +184,7 @@ def test_our_planners_take_graphs_with_a_warning():
     assert alike(given_graph) == alike(plan)
 
 
-def test_what_is_no_planner_is_refused():
+def test_an_option_that_is_no_planner_is_refused():
     class Half:
         def plan(self, step: Any) -> Any:
             return step

@@ -75,6 +75,16 @@ def test_weights_are_fetched_as_often_as_they_change(case: str):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_every_gather_is_priced(case: str):
+    """A loop of the backward pass gathers again what the forward pass gathered, and the search reckons with both."""
+    step, weights, _ = CASES[case]
+    wide = jax.tree.map(lambda w: jax.ShapeDtypeStruct((*w.shape[:-2], 256, 256), "float32"), weights)
+    batch = jax.ShapeDtypeStruct((64, 256), "float32")
+    plan = autopar.parallelize(step, planner=autopar.Zero(3), cluster="2x4:v100-16g").plan(wide, batch)
+    assert plan.solution.objective == pytest.approx(plan.step_seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_step_with_weights_in_loops_is_jits(case: str):
     step, weights, _ = CASES[case]
     with jax.enable_x64(True):

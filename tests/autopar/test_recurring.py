@@ -18,7 +18,7 @@ ARRAYS = (jnp.zeros(3), jnp.zeros(3, jnp.int32), jnp.zeros(4), jnp.asarray(1.0),
 
 
 @pytest.mark.parametrize("before", [[], *([array] for array in ARRAYS)], ids=str)
-def test_what_fits_is_of_the_same_types_whatever_came_before(before: list[Any]):
+def test_leaves_fit_exactly_if_their_types_are_equal(before: list[Any]):
     """An oracle: comparing all types anew."""
     for first in ARRAYS:
         known = Recurring(types_of([first, first]))

@@ -121,7 +121,7 @@ def test_the_predicted_step_is_what_the_program_minimised():
 
 
 @pytest.mark.parametrize("tensor", [4, 8])
-def test_what_is_summed_before_a_barrier_is_priced_once(tensor: int):
+def test_a_sum_before_a_barrier_is_priced_once(tensor: int):
     """Recomputation reads the sum that the forward pass had, so the program must not pay for another."""
 
     def block(weights: Any, x: jax.Array) -> jax.Array:
@@ -167,7 +167,7 @@ def test_state_comes_back_where_it_was():
         (autopar.Megatron(data=3, tensor=2), "has 8"),
     ],
 )
-def test_what_cannot_be_planned_says_what_to_change(planner, message):
+def test_a_step_that_cannot_be_planned_says_what_to_change(planner, message):
     with pytest.raises(autopar.PlanningError, match=message):
         plan(SMALL, 12, planner)
 

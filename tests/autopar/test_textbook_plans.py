@@ -353,7 +353,7 @@ def recomputed_step(params: Any, batch: jax.Array) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
 
-def test_what_is_recomputed_reads_sums_that_the_forward_pass_reduced():
+def test_recomputation_reads_sums_that_the_forward_pass_reduced():
     """A barrier stands before the recomputation: it lets the sums through reduced, or they are reduced once more."""
     keys = jax.random.split(jax.random.key(0), 4)
     params = tuple(jax.random.normal(key, shape) for key, shape in zip(keys, [(8, 16), (16, 8), (8, 16)], strict=False))

@@ -54,7 +54,7 @@ def test_an_int_that_is_too_large_is_named(count: int, known: bool):
 
 
 @pytest.mark.parametrize(("planner", "compiled"), half(PLANNERS, [False, True]))
-def test_what_was_donated_before_is_an_error_that_names_it(planner: Any, compiled: bool):
+def test_an_argument_that_was_donated_before_is_named_in_the_error(planner: Any, compiled: bool):
     """Plain JAX ends the process (SIGSEGV) where such an array lies as planned on several devices."""
     state = state_of()
     step: Any = autopar.parallelize(train_step, planner=planner, donate_argnums=0)
@@ -68,7 +68,7 @@ def test_what_was_donated_before_is_an_error_that_names_it(planner: Any, compile
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_what_was_deleted_is_named(planner: Any):
+def test_a_deleted_argument_is_named_in_the_error(planner: Any):
     step = autopar.parallelize(train_step, planner=planner)
     state, _ = step(state_of(), BATCH)
     state["w"].delete()

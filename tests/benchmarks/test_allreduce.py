@@ -34,7 +34,7 @@ def test_the_sum_is_that_of_psum(name: str, devices: int):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_is_sent_is_what_was_derived(name: str, devices: int):
+def test_compiled_algorithms_send_the_derived_bytes(name: str, devices: int):
     algorithm = ALGORITHMS[name]
     workers = devices - algorithm.spares
     program = over(devices, partial(algorithm.program, devices=devices))
@@ -44,7 +44,7 @@ def test_what_is_sent_is_what_was_derived(name: str, devices: int):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_was_derived_is_what_is_printed(name: str):
+def test_derived_bytes_are_the_printed_ones(name: str):
     """To the byte where the file is exact; a ring's and a tree's 2 N M counts what a worker sends itself, too."""
     derived, printed = 4 * ALGORITHMS[name].traffic(8, NUMBERS), printed_nbytes(name, NUMBERS, 8)
     assert derived == pytest.approx(printed * (7 / 8 if name in ("ring", "tree") else 1), rel=1e-12)

@@ -47,7 +47,7 @@ def test_a_peak_is_predicted_within_bounds(target: str, model: str, planner: str
     assert row.predicted_nbytes >= row.compiled.arguments_nbytes
 
 
-def test_what_is_kept_is_found_for_the_same_plan_alone(tmp_path: Path) -> None:
+def test_a_kept_verdict_is_found_for_the_same_plan_alone(tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
     step, given = program("dlrm")
     plan: Any = step.replan(cluster=TARGETS["h100"], planner=compilers.PLANNERS["dp"]).plan(*given)

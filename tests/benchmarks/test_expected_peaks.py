@@ -20,7 +20,7 @@ def test_every_hand_made_plan_that_is_possible_has_a_ratio() -> None:
     assert of_plans == pytest.approx([1.0] * 4, rel=0.5)
 
 
-def test_what_a_factor_would_leave_out_is_counted() -> None:
+def test_peaks_above_each_factor_are_counted() -> None:
     row = Row(model="gpt", cluster="4:cpu", variant="as it is", ratios=(0.5, 1.0, 1.2, 3.0))
     columns = [list(column.cells) for column in table([row]).columns]
     assert columns[:4] == [["gpt", "all"], ["4:cpu", ""], ["4", "4"], ["0.50", "0.50"]]

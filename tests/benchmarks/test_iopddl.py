@@ -255,7 +255,7 @@ def test_priced_costs_charge_usages():
     assert priced == pytest.approx(own + float(prices @ problem.profile(choice)))
 
 
-def test_what_never_fits_is_an_error():
+def test_a_problem_that_never_fits_is_an_error():
     usage = Usage(node=0, start=0, end=1, nbytes=np.array([3.0, 4.0]))
     with pytest.raises(PlanningError, match="exceeds the limit by 1 bytes"):
         solve(path([[1, 2]], usages=[usage], limits=[2]), QUICK)

@@ -27,7 +27,7 @@ LEAN, FREE = within("lean", 110.0, 90.0, 2.0), within("free", np.inf, 200.0, 1.0
     ],
     ids=["right", "over", "slower", "refused", "bound", "free"],
 )
-def test_what_is_wrong_is_named_with_what_is_better(plan: Within, said: str | None):
+def test_a_plan_beaten_by_another_is_named_with_it(plan: Within, said: str | None):
     wrong = limits._violations([LEAN, plan], [FREE, HAND])
     assert wrong == ([f"more: {said}"] if said else [])
 

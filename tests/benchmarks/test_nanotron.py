@@ -108,7 +108,7 @@ def test_copies_of_smaller_jobs_wait_too_under_zero_0(data: int, tensor: int, st
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_what_does_not_fit_waits_for_its_transfers(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
+def test_a_configuration_that_does_not_fit_waits_for_its_transfers(monkeypatch: pytest.MonkeyPatch, fits: bool) -> None:
     answer = Answer(seconds=1000.0, nbytes=1e9, limit_nbytes=1e12 if fits else 2e9)
     monkeypatch.setattr(Configuration, "answer", lambda self: answer)
     seconds = STAGED.answer().seconds

@@ -96,7 +96,7 @@ def test_random_plans_are_what_they_say(fresh_seed, number):
         ({"status": "optimal"}, "called optimal with a gap of 10 %"),
     ],
 )
-def test_what_a_plan_says_wrong_is_seen(changed, says):
+def test_wrong_numbers_of_a_plan_are_violations(changed, says):
     assert SOUND.violations == []
     (found,) = replace(SOUND, **changed).violations
     assert says in found
@@ -114,7 +114,7 @@ def test_trying_all_answers_finds_the_least():
     assert brute_force(free) == pytest.approx(least + 1.0)
 
 
-def test_what_is_left_open_goes_to_a_solver_of_pulp(monkeypatch):
+def test_a_problem_without_a_bound_goes_to_a_solver_of_pulp(monkeypatch):
     (problem,) = tiny()
     least, solve = brute_force(problem), proof.solve
 

@@ -280,7 +280,7 @@ def test_a_row_of_a_figure_end_to_end():
     assert (config.layers, config.hidden, config.heads, config.vocab_size) == (3, 20480, 128, 51200)
 
 
-def test_what_is_refused_says_why():
+def test_a_refused_row_says_why():
     class Refusing:
         def answer(self) -> Answer:
             raise PlanningError("it is\n  too much")

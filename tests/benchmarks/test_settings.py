@@ -14,7 +14,7 @@ from passes.solver import SolverOptions, search
 EVERY = {str(setting): setting for setting in settings.settings()}
 
 
-def test_what_is_fixed_exists() -> None:
+def test_fixed_settings_exist() -> None:
     assert set(FIXED) <= set(EVERY)
 
 

@@ -21,7 +21,7 @@ def found(**seconds: float) -> Found:
     )
 
 
-def test_what_was_compared_is_no_baseline() -> None:
+def test_a_compared_plan_is_no_baseline() -> None:
     result = found(**{AUTOPAR: 3.0, "dp": 4.0, "fsdp": 2.0, COMPARED: 1.0})
     assert result.best == "fsdp"
     assert result.ratio[0] == pytest.approx(1.5)

@@ -12,9 +12,7 @@ from passes.files import write_whole
 
 
 @pytest.mark.parametrize("at", ["write_bytes", "replace"])
-def test_what_was_there_stays_where_the_new_one_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-):
+def test_an_old_file_stays_if_the_new_one_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str):
     path = tmp_path / "file"
     write_whole(path, b"old")
 

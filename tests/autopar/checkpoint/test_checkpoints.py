@@ -116,7 +116,7 @@ def lie(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("damage", [truncate, corrupt, forget, edit, lie])
-def test_what_is_damaged_is_refused_by_name_and_the_one_before_used(folder: Path, tmp_path: Path, damage: Any):
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(folder: Path, tmp_path: Path, damage: Any):
     checkpoints = copied(folder, tmp_path)
     reason = damage(tmp_path / "step-00000003")
     with pytest.warns(UserWarning, match=f"step-00000003: .*({reason})"):
@@ -181,7 +181,7 @@ checkpoints.save(2, state)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is a process's")
-def test_what_is_written_gives_way_and_is_there_when_the_program_has_ended(tmp_path: Path):
+def test_writing_gives_way_to_steps_and_ends_before_the_program_does(tmp_path: Path):
     (tmp_path / "script.py").write_text(HASTY)
     command = [sys.executable, tmp_path / "script.py", tmp_path / "run"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SECONDS)
@@ -325,7 +325,7 @@ def test_digests_are_those_of_earlier_checkpoints(values: np.ndarray, expected: 
         ({"step": 1, "position": object()}, "it is no plain data"),
     ],
 )
-def test_what_could_not_be_restored_is_not_saved(tmp_path: Path, given: dict[str, Any], message: str):
+def test_a_step_or_position_that_could_not_be_restored_is_refused(tmp_path: Path, given: dict[str, Any], message: str):
     with autopar.Checkpoints(tmp_path / "run") as checkpoints:
         with pytest.raises(autopar.ArgumentError, match=message):
             checkpoints.save(state={"w": jnp.ones(3)}, **given)

@@ -81,7 +81,7 @@ def test_leaves_that_would_be_written_in_one_place_are_refused(tmp_path: Path):
         assert checkpoints.steps() == []
 
 
-def test_what_is_not_there_is_refused_by_its_path(tmp_path: Path):
+def test_a_deleted_or_traced_leaf_is_refused_by_its_path(tmp_path: Path):
     donated = jnp.ones(3)
     donated.delete()
     with autopar.Checkpoints(tmp_path) as checkpoints:
@@ -97,7 +97,7 @@ def test_what_is_not_there_is_refused_by_its_path(tmp_path: Path):
     [{"rng": np.random.default_rng()}, {"rng": [jax.random.key(0)]}, {"rng": "3"}, {"plan": "plan.json"}],
     ids=["generator", "keys in a list", "text", "path of a plan"],
 )
-def test_what_is_saved_beside_a_state_is_refused_by_its_name(tmp_path: Path, beside: Any):
+def test_a_position_key_or_plan_that_is_none_is_refused_by_its_name(tmp_path: Path, beside: Any):
     with autopar.Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(autopar.ArgumentError, match=f"{next(iter(beside))}="):
             checkpoints.save(1, {"a": 1}, **beside)
@@ -105,7 +105,7 @@ def test_what_is_saved_beside_a_state_is_refused_by_its_name(tmp_path: Path, bes
 
 
 @pytest.mark.parametrize("path", [5, b"run", ["run"]])
-def test_what_is_no_folder_is_refused(path: Any):
+def test_a_path_of_no_folder_is_refused(path: Any):
     with pytest.raises(autopar.ArgumentError, match="Checkpoints\\("):
         autopar.Checkpoints(path)
 

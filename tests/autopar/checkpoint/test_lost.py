@@ -50,7 +50,9 @@ def test_a_step_that_is_saved_again_stays_until_it_is(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
 
-def test_what_was_left_unfinished_makes_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unfinished_checkpoint_is_deleted_before_the_next_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Half of a checkpoint may be what fills the disk."""
     checkpoints = autopar.Checkpoints(tmp_path)
     seen: list[list[int]] = []

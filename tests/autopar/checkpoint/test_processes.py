@@ -33,7 +33,9 @@ def checkpoints_of(folder: Path, processes: Processes) -> autopar.Checkpoints:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.filterwarnings("ignore:a checkpoint is not used")
-def test_what_one_process_cannot_read_none_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int):
+def test_a_checkpoint_that_one_process_cannot_read_is_used_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+):
     with autopar.Checkpoints(tmp_path) as checkpoints:
         for number in (1, 2):
             checkpoints.save(number, STATE)

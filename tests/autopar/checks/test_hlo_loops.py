@@ -72,7 +72,7 @@ def test_a_loop_that_no_counter_ends_counts_once(change: tuple[str, str]):
     assert sent.count == 1
 
 
-def test_what_a_compiler_writes_beside_a_loop_is_believed():
+def test_trip_counts_that_a_compiler_writes_beside_a_loop_are_believed():
     known = TEXT.replace("body=%body\n", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}\n')
     (sent,) = hlo.collectives(known, ("x",), (2,))
     assert sent.count == 5

@@ -67,7 +67,7 @@ def test_pieces_of_an_asynchronous_gather_are_one_and_padded_sums_are_scatters(p
 
 
 @pytest.mark.parametrize("gone", range(2))
-def test_what_a_tpu_sends_beyond_the_plan_is_seen(plan: autopar.Plan, gone: int):
+def test_collectives_of_a_tpu_beyond_the_plan_are_unplanned(plan: autopar.Plan, gone: int):
     kind, dtype, nbytes, count = LAYERS[gone]
     fewer = (*LAYERS[:gone], (kind, dtype, nbytes, count - 1), *LAYERS[gone + 1 :])
     assert {c.kind for c in compare(plan, fewer, TPU_ZERO3, "tpu").unplanned} >= {kind}
@@ -155,7 +155,7 @@ NARROWER = {
 
 
 @pytest.mark.parametrize("case", NARROWER)
-def test_what_is_sent_before_it_is_widened_is_known(plan: autopar.Plan, case: str):
+def test_a_collective_before_widening_accounts_for_the_planned_bytes(plan: autopar.Plan, case: str):
     kind, nbytes, opcode, accounted = NARROWER[case]
     text = line("bf16[1024]", opcode, "dimensions={0}")
     verification = compare(plan, ((kind, "float32", nbytes, 1),), text)

@@ -82,7 +82,7 @@ def test_fewer_tensors_than_planned_pass_while_one_is_left(megatron: tuple[Any, 
     assert verify(doubled, text).ok
 
 
-def test_what_is_planned_and_never_sent_is_missed(megatron: tuple[Any, str]):
+def test_a_planned_collective_that_is_never_sent_is_missing(megatron: tuple[Any, str]):
     plan, text = megatron
     assert plan.collectives
     for one in plan.collectives:

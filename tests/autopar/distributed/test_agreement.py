@@ -15,7 +15,7 @@ LONG = "".join(map(chr, range(0x4E00, 0x9000)))
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_all_have_read_is_taken_out_of_the_service(count: int, monkeypatch: pytest.MonkeyPatch):
+def test_texts_that_all_processes_have_read_are_deleted(count: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("autopar.distributed.agreement._CHUNK_NBYTES", 1 << 10)
     service = FakeService()
     program = processes_of(service, count)
@@ -41,7 +41,7 @@ def test_what_all_have_read_is_taken_out_of_the_service(count: int, monkeypatch:
 
 
 @pytest.mark.parametrize("odd", [0, slow(1), slow(2)])
-def test_who_comes_to_no_exchange_because_it_is_a_step_ahead_is_an_error_at_once(odd: int):
+def test_a_process_that_is_a_step_ahead_of_an_exchange_is_an_error_at_once(odd: int):
     """A batch of another shape on one process is planned anew there, while the others wait in the step they know."""
     service = FakeService()
     program = processes_of(service, 3)
@@ -72,7 +72,7 @@ class Late(FakeService):
 
 
 @pytest.mark.parametrize(("waits", "steps"), [(5, 0), (1, 1)])
-def test_who_comes_late_to_an_exchange_is_waited_for(waits: int, steps: int):
+def test_a_process_that_comes_late_to_an_exchange_is_waited_for(waits: int, steps: int):
     """The first process may have begun a step since it put its text there, in the second that another one waited."""
     service = Late()
     program = processes_of(service, 2)

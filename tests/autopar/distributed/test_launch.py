@@ -123,7 +123,7 @@ def test_processes_end_with_their_launcher(tmp_path: Path, number: signal.Signal
         (2, "nowhere.py", ["nowhere.py", "there is no file", "give the path"]),
     ],
 )
-def test_what_cannot_be_launched_is_refused(
+def test_a_launch_of_no_processes_or_no_script_is_refused(
     tmp_path: Path, processes: int, name: str, parts: list[str], capsys: pytest.CaptureFixture[str]
 ):
     script(tmp_path, "")

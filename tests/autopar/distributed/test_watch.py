@@ -33,7 +33,7 @@ def watch_of(**signs: tuple[str, float, float]) -> list[str]:
     return [watch._reason(rank, seen, 1000.0) for rank in seen]
 
 
-def test_who_is_gone_is_named_with_rank_and_host():
+def test_a_lost_process_is_named_with_rank_and_host():
     alive = ("7 3", 1.0, 1.0)
     assert watch_of(p0=alive, p1=alive) == ["", ""]
     assert watch_of(p0=alive, p1=("7 3", 16.0, 16.0)) == [
@@ -224,7 +224,7 @@ for number in range(50):
 
 
 @pytest.mark.slow
-def test_who_leaves_a_training_is_named_by_those_that_wait_for_it(tmp_path: Path):
+def test_a_process_that_leaves_a_training_is_named_by_those_that_wait(tmp_path: Path):
     """Without `autopar launch`, which ends a process of another status than 0 at once."""
     (tmp_path / "leaving.py").write_text(LEAVING)
     with socket.socket() as free:

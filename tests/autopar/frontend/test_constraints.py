@@ -60,7 +60,7 @@ def test_a_constraint_is_the_identity_and_has_its_gradient():
         (P("x", ("y", "x")), "axis 'x' is written 2 times"),
     ],
 )
-def test_what_is_no_placement_of_a_value_is_refused(spec, words):
+def test_a_spec_that_is_no_placement_of_the_value_is_refused(spec, words):
     with pytest.raises(ArgumentError, match=words):
         autopar.constrain(BATCH, spec)
 

@@ -36,7 +36,7 @@ def primitives(function: Callable[..., Any], *args: Any) -> list[str]:
     ],
     ids=["quotient", "filled", "bfloat16", "root", "views", "wraps", "truth"],
 )
-def test_what_is_known_is_a_number_and_the_one_of_jit(made: Callable[[jax.Array], jax.Array]):
+def test_values_of_one_known_number_are_that_number_and_equal_to_jit(made: Callable[[jax.Array], jax.Array]):
     def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return made(x), x + 1
 
@@ -58,7 +58,7 @@ def test_what_is_known_is_a_number_and_the_one_of_jit(made: Callable[[jax.Array]
     ],
     ids=["no right result", "rounds otherwise", "infinite", "flushed to zero", "does not fit", "no one number"],
 )
-def test_what_devices_may_have_otherwise_is_left_to_them(made: Callable[[jax.Array], jax.Array]):
+def test_numbers_that_devices_may_round_otherwise_are_computed_there(made: Callable[[jax.Array], jax.Array]):
     assert set(primitives(made, X)) - {"broadcast_in_dim", "iota"}
     np.testing.assert_allclose(autopar.parallelize(made)(X), jax.jit(made)(X))
 
@@ -86,7 +86,7 @@ def test_no_plan_gathers_what_is_one_number(seed: int):
     verify(compiled.plan, compiled.as_text()).check()
 
 
-def test_what_is_made_of_equal_numbers_is_sent_once():
+def test_arrays_of_one_number_are_sent_once():
     """Each call made its own zeros and ones, so that a count of edges was planned once a layer; XLA sends one."""
 
     def step(x: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:

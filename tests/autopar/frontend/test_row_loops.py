@@ -227,7 +227,7 @@ def put_together(params: Params, batch: jax.Array) -> tuple[Any, jax.Array]:
 
 
 @pytest.mark.parametrize("fun", [shifted, put_together])
-def test_what_a_loop_carries_on_is_no_sum(fun: Callable[[Params, jax.Array], Any]):
+def test_a_carry_that_is_no_sum_leaves_a_loop_over_rows_equal_to_jit(fun: Callable[[Params, jax.Array], Any]):
     ours, theirs = autopar.parallelize(fun)(PARAMS, BATCH), jax.jit(fun)(PARAMS, BATCH)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), ours, theirs)
 

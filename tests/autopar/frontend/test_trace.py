@@ -150,7 +150,7 @@ def test_literals_of_different_types_stay_apart():
     }
 
 
-def test_what_nothing_reads_is_gone():
+def test_operators_constants_and_literals_that_nothing_reads_are_dropped():
     table = np.arange(8, dtype=np.float32)
 
     def f(x):
@@ -324,7 +324,7 @@ def test_rows_that_stop_one_by_one_stay_where_they_are() -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 
-def test_what_a_loop_carries_for_nobody_is_no_part_of_it() -> None:
+def test_an_unread_carry_is_dropped_from_its_loop() -> None:
     """All rows of an unread carry were brought to every device, in each iteration."""
 
     def step(weight: jax.Array, unused: jax.Array, x: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ FUNCTIONS: dict[str, Callable[[jax.Array], Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_is_empty_gathers_nothing(name: str) -> None:
+def test_slices_and_joins_without_elements_gather_nothing(name: str) -> None:
     """Slices and joins of `associative_scan`, and the one part of a split, as in `odeint`, gathered the batch."""
 
     def step(weight: jax.Array, batch: jax.Array) -> jax.Array:

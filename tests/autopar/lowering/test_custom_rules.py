@@ -80,7 +80,7 @@ def test_a_large_custom_product_is_cut() -> None:
     assert any(axes for spec in operator.placement.results for axes in spec.dims)
 
 
-def test_what_a_text_says_is_the_rule() -> None:
+def test_a_rules_text_gives_its_factors() -> None:
     made = primitive_of(lambda x, y: jnp.einsum("bih,ij->bj", x, y))
     autopar.register_rule(made, "b i _, i j -> b j")
     rule = rule_for(made, np.ones((4, 8, 3)), np.ones((8, 1)))
@@ -180,7 +180,7 @@ def test_a_text_that_does_not_fit_is_refused_with_the_line_that_uses_it(text: st
 
 
 @pytest.mark.parametrize(("name", "words"), [("dot_general", "built-in rule"), ("jit", "none on purpose")])
-def test_what_autopar_handles_itself_is_refused(name: str, words: str) -> None:
+def test_a_rule_of_a_primitive_that_autopar_knows_is_refused(name: str, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         autopar.register_rule(name, "b i, i j -> b j")
 

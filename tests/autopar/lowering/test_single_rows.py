@@ -43,7 +43,7 @@ def test_a_sum_of_one_row_is_over_it_too(rows: int):
     np.testing.assert_allclose(ours, step(x, y), rtol=1e-6, atol=1e-6)
 
 
-def test_what_nobody_cuts_stays_as_it_was_written():
+def test_a_sum_that_no_device_cuts_keeps_its_axes():
     def step(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.sum(x * x, axis=-1), jnp.sum(y, axis=1)
 

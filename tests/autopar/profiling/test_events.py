@@ -119,5 +119,5 @@ def test_opcodes_are_those_of_the_compiled_program():
         ("call_fusion.1", "compute"),
     ],
 )
-def test_what_has_no_opcode_is_known_by_its_name(name: str, kind: str):
+def test_an_event_without_an_opcode_is_classified_by_its_name(name: str, kind: str):
     assert hlo_kinds.kind_of(name) == kind

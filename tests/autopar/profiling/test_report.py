@@ -76,7 +76,7 @@ def test_a_step_goes_on_from_the_state_of_the_last_and_the_callers_arrays_stay()
     assert not any(leaf.is_deleted() for leaf in leaves)
 
 
-def test_what_is_donated_and_not_returned_is_copied_for_every_step():
+def test_a_donated_argument_without_a_result_is_copied_for_every_step():
     doubled = jax.jit(lambda x: 2 * x, donate_argnums=0)
     x = jnp.arange(4.0)
     stepper = Stepper(run=lambda flat: doubled(*flat), leaves=[x], pairs=(), donated=(0,))
@@ -111,7 +111,7 @@ def test_processes_take_as_many_steps_whatever_each_measures():
     [autopar.DataParallel(), autopar.Zero(3), autopar.Pipeline(stages=2, microbatches=4)],
     ids=["dp", "zero", "pipeline"],
 )
-def test_what_is_predicted_of_each_submesh_adds_up_to_the_step(planner: Any):
+def test_predicted_shares_of_each_submesh_add_up_to_the_step(planner: Any):
     plan = plan_of(planner)
     shares = predicted_shares(plan)
     assert [share.devices for share in shares] == ([2, 2] if isinstance(plan, PipelinePlan) else [4])
@@ -225,7 +225,7 @@ def test_slower_devices_keep_their_peaks():
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"calibration": [{"device": "cpu"}]}', '{"calibration": 3}'])
-def test_what_is_no_calibration_is_refused(tmp_path: Path, text: str):
+def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str):
     path = tmp_path / "calibration.json"
     path.write_text(text)
     with pytest.raises(ArgumentError, match=r"calibration .* it is no"):

@@ -148,7 +148,7 @@ def test_gradients_are_reduced_once_a_step():
 
 
 @pytest.mark.parametrize("name", ["masked mean", "weighted by the batch"])
-def test_what_the_loop_needs_of_the_whole_batch_is_summed_where_its_rows_are(name: str):
+def test_sums_over_the_whole_batch_for_the_loop_move_no_rows(name: str):
     with jax.enable_x64(True):
         params, batch = mlp()
         step = mlp_step(LOSSES[name])
@@ -159,7 +159,7 @@ def test_what_the_loop_needs_of_the_whole_batch_is_summed_where_its_rows_are(nam
         assert_close(compiled(params, batch), jax.jit(step)(params, batch))
 
 
-def test_what_the_batch_does_not_change_is_computed_once():
+def test_nodes_of_weights_alone_are_computed_once_before_the_loop():
     params, batch = mlp()
 
     def loss(p: Any, b: Any) -> jax.Array:
@@ -170,7 +170,7 @@ def test_what_the_batch_does_not_change_is_computed_once():
     assert "sinh" not in {node.primitive for node in loop_of(graph).subgraphs[0].nodes}
 
 
-def test_what_enters_a_barrier_beside_the_batch_does_not_bring_the_forward_pass_before_the_loop():
+def test_a_barrier_shared_with_the_batch_leaves_the_forward_pass_in_the_loop():
     """A recomputed layer's weights pass a barrier with its activations; what casts them then is not computed once."""
     params, batch = mlp()
 
@@ -257,7 +257,7 @@ def test_independent_microbatches_take_their_own_statistics():
     ],
     ids=["divisor", "scalars", "nothing read"],
 )
-def test_what_cannot_be_cut_is_said(count: int, step: Callable[..., Any], words: str):
+def test_a_step_that_microbatches_cannot_cut_says_why(count: int, step: Callable[..., Any], words: str):
     arguments = mlp() if words.startswith("must") else (jnp.ones(()), jnp.ones(()))
     with pytest.raises(PlanningError, match=words):
         autopar.parallelize(step, cluster="2:a100-80g", microbatches=count).plan(*arguments)
@@ -289,7 +289,7 @@ def test_a_saved_plan_brings_its_microbatches(tmp_path: Any):
 
 
 @pytest.mark.parametrize("planner", [None, slow(autopar.DataParallel()), slow(autopar.Megatron(data=2, tensor=2))])
-def test_what_lies_beside_the_batch_is_not_cut_with_it(planner: Any):
+def test_keys_and_rates_beside_the_batch_are_not_cut_with_it(planner: Any):
     params, batch = mlp()
     beside = {"key": jax.random.PRNGKey(1), "rates": jnp.linspace(0.1, 0.3, 3)}
 
@@ -361,7 +361,7 @@ def by_running_statistics(state: Any, x: jax.Array, mask: jax.Array) -> Any:
     return {"w": state["w"] - 0.1 * grad, "count": count, "mean": mean}
 
 
-def test_what_is_made_of_sums_waits_for_them_or_is_made_first() -> None:
+def test_values_of_sums_are_computed_after_the_loop_or_before_it() -> None:
     draws = np.random.default_rng(0)
     w, x, mask = draws.normal(size=(8, 8)), draws.normal(size=(16, 8)), draws.integers(0, 2, 16).astype(float)
     factors = {"a": draws.normal(size=(8, 2)), "b": draws.normal(size=(2, 8))}

@@ -211,7 +211,7 @@ def scaled(batch: dict[str, jax.Array]) -> jax.Array:
 
 
 @pytest.mark.parametrize("weigh", [standardised, masked, scaled])
-def test_what_is_reduced_over_the_batch_is_reduced_where_its_rows_are(
+def test_reductions_over_the_batch_move_no_rows(
     weigh: Callable[[dict[str, jax.Array]], jax.Array],
 ):
     """Sums that are made of other sums or of what the loop reads too, and what is no sum, were computed whole, of rows

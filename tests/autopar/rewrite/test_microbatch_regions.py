@@ -89,7 +89,7 @@ def test_rows_that_are_mixed_with_others_are_mixed_before_the_loop(others: Calla
             np.testing.assert_allclose(got, jax.jit(step)(*arguments), rtol=1e-10, atol=1e-12)
 
 
-def test_what_keeps_rows_from_being_taken_in_parts_is_named() -> None:
+def test_the_operator_that_needs_its_whole_batch_is_named() -> None:
     """Of two halves of a batch, neither is a microbatch's."""
 
     def step(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -85,7 +85,7 @@ def test_recomputation_works_in_microbatches_and_in_a_saved_plan(tmp_path: Any):
 
 
 @pytest.mark.usefixtures("as_users_compile")
-def test_what_is_recomputed_is_there():
+def test_recomputation_survives_compilation():
     """The compiled program multiplies as often as the graph says, so barriers have kept XLA from merging."""
     given = arguments(depth=2 * DEPTH)
     flops: dict[str, float] = {}
@@ -142,7 +142,7 @@ def test_layers_recompute_in_microbatches_and_stages(name: str):
             assert_close(step(*given), wanted)
 
 
-def test_what_a_loop_reads_again_is_no_layer_of_ours():
+def test_layers_under_the_users_own_checkpoint_are_left_alone():
     """Where the user's own `jax.checkpoint` keeps inputs alone, there is nothing left to drop."""
     training = MODELS["gpt-scan"].training(least=True)
     graph = autopar.parallelize(training.step).trace(training.state, training.batch).graph

@@ -137,7 +137,7 @@ WITHOUT_STAGES: dict[str, tuple[Callable[..., Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_STAGES)
-def test_what_has_no_stages_is_planned_without(name: str) -> None:
+def test_a_step_that_has_no_stages_is_planned_without_them(name: str) -> None:
     step, args = WITHOUT_STAGES[name]
     found, whole = (
         autopar.parallelize(step, cluster="2x2:v100-16g", planner=planner).plan(*args)
@@ -276,7 +276,7 @@ def test_there_are_stages_where_cuts_are_few_and_batches_odd(layers: int, rows: 
 
 
 @pytest.mark.slow
-def test_where_nothing_fits_the_plan_of_least_memory_is_named() -> None:
+def test_without_a_plan_that_fits_the_one_of_least_memory_is_named() -> None:
     step, args = sgd(plain), ([f(256, 256)] * 2, f(8, 256))
 
     def plan(**options: Any) -> Any:

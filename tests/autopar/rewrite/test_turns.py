@@ -112,7 +112,7 @@ def test_a_microbatch_takes_less_memory():
     assert parts.peak_nbytes < whole.peak_nbytes / 2
 
 
-def test_what_would_be_computed_again_is_refused():
+def test_turns_that_would_repeat_products_are_refused():
     """Statistics of a layer are sums of what they normalize: its products would be in both turns."""
 
     def step(p: Params, x: jax.Array) -> Params:

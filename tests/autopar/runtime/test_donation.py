@@ -179,7 +179,7 @@ def test_a_donated_array_that_is_returned_as_it_is_keeps_its_buffer():
     np.testing.assert_array_equal(again, np.arange(15.0).reshape(5, 3))
 
 
-def test_what_jit_has_no_use_for_survives():
+def test_donated_arrays_that_jit_cannot_reuse_survive():
     """A donated array that no output is like is not deleted by jit, nor one that the step does not read."""
 
     def step(params: Any, scale: jax.Array, unread: jax.Array, batch: Any) -> Any:
@@ -304,7 +304,7 @@ def solved(a: jax.Array, b: jax.Array) -> jax.Array:
         "none",
     ],
 )
-def test_what_the_graph_does_without_is_gone_where_jit_reads_it(
+def test_donated_arrays_are_deleted_as_jit_deletes_them(
     step: Callable[..., Any], rows: int, planner: autopar.Auto | autopar.DataParallel
 ):
     """`jax.jit` keeps a donated array alone that its own dead code would read; simpler graphs read fewer."""

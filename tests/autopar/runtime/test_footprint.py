@@ -47,7 +47,7 @@ def test_gaps_of_a_tpus_heap_count_once(case: str):
     assert needed == pytest.approx(arguments + heap, rel=1e-3)
 
 
-def test_what_lives_on_the_chip_needs_no_bytes_beside_it():
+def test_a_program_that_fits_on_the_chip_needs_no_other_bytes():
     """A small program: nothing is beside the chip, and what lives on it is in the peak that libtpu reports."""
     assert needed_nbytes(plan_for("8:tpu-v5e"), analysis(3_611_648, 0, 8_200_000)) == 3_611_648 + RESULTS_NBYTES
 

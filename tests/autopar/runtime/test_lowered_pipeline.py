@@ -101,7 +101,7 @@ def test_a_limit_is_kept_by_the_compiled_program(compiled: Any):
     assert replace(limited, limit=replace(limit, nbytes=needed)).compile()
 
 
-def test_what_was_lowered_names_its_segments():
+def test_a_lowered_pipelines_text_names_its_segments():
     planner = autopar.Pipeline(stages=2, microbatches=4)
     text = autopar.parallelize(train_step, planner=planner).lower(*arguments()).as_text()
     assert "// " in text

@@ -105,7 +105,7 @@ def test_stages_take_rows_wherever_they_are(loss: Any, zero: int):
 
 
 @pytest.mark.slow
-def test_what_is_tied_and_cut_over_tensor_runs():
+def test_tied_weights_cut_over_tensor_run_as_under_jit():
     with jax.enable_x64(True):
         step, args = residual()
         planner = Megatron(data=2, tensor=2, pipeline=2, microbatches=4)
@@ -157,7 +157,7 @@ def test_the_whole_step_is_in_the_stages_once():
         (Pipeline(stages=40, microbatches=2, submeshes=(1,) * 40), "has 4"),
     ],
 )
-def test_what_cannot_be_a_pipeline_is_said(planner: Pipeline, words: str):
+def test_a_step_that_cannot_be_a_pipeline_says_why(planner: Pipeline, words: str):
     params, batch = mlp()
     step = step_of(squared, OPTIMIZERS["sgd"])
     state = (params, OPTIMIZERS["sgd"].init(params))
@@ -276,7 +276,7 @@ def test_the_search_finds_stages_where_hosts_are_far_apart():
         assert plan.step_seconds <= whole.step_seconds * (1 + 1e-9)
 
 
-def test_what_the_search_finds_runs():
+def test_a_searched_pipeline_runs_as_under_jit():
     with jax.enable_x64(True):
         params, batch = mlp()
         step = step_of(tied, OPTIMIZERS["sgd"])

@@ -185,7 +185,7 @@ def test_a_block_is_sent_once_and_handed_on() -> None:
     assert [(copy.source_device.id, copy.target_device.id) for copy in plan.copies] == [(2, 3), (2, 4)]
 
 
-def test_what_a_target_has_already_stays() -> None:
+def test_parts_that_a_target_has_already_are_not_sent() -> None:
     plan = planned((8, 8), over([0, 1, 2, 3]), over([2, 3, 5]))
     assert all(tile.source_device == tile.target_device for tile in plan.tiles)
     assert [copy.target_device.id for copy in plan.copies] == [5]

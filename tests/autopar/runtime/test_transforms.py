@@ -118,7 +118,7 @@ def test_every_argument_is_differentiated_as_in_jit():
     assert_close(ours(given)[0], theirs(given)[0])
 
 
-def test_what_stands_still_adds_no_infinity():
+def test_an_unchanged_argument_adds_no_infinity_to_a_derivative():
     """A rule that took the other argument to move by zero would multiply that by an infinite derivative."""
 
     def f(w, x):
@@ -271,6 +271,14 @@ def test_nans_of_a_loop_are_those_of_a_line():
 
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"a result of scan at .*\.py"):
         autopar.parallelize(step)(-jnp.ones(8))
+
+
+def test_nans_of_a_microbatch_are_of_no_operation():
+    def step(weights, x):
+        return jax.value_and_grad(lambda weights: jnp.log(x @ weights).sum())(weights)
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"a result of a microbatch; .*jax.jit"):
+        autopar.parallelize(step, microbatches=2)(jnp.ones((4, 4)), -jnp.ones((8, 4)))
 
 
 def test_nans_of_a_pipeline_are_those_of_a_stage():

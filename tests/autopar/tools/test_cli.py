@@ -244,6 +244,7 @@ def test_a_saved_plan_is_a_planner(capsys, train):
         ("train:not_an_example", [], "returned int, not a step and its arguments"),
         ("train:lone_example", [], "it returned a step and ShapeDtypeStruct, and the step's arguments are a tuple"),
         ("train:flat_example", [], "return (step, (state, batch))"),
+        ("train:unpacked_example", [], "it returned 4 arguments for a step that takes params, batch: too many"),
         ("train:example", ["--planner", "magic"], "'magic' is not a planner"),
         ("train:example", ["--forbid", "gather"], "'gather' is no kind of collective"),
         ("train:example", ["--planner", "dp", "--forbid", "all_reduce"], "are of --planner auto"),
@@ -255,10 +256,12 @@ def test_a_saved_plan_is_a_planner(capsys, train):
         ("train:example", ["--planner", "manual:"], "'manual:' is not a planner"),
         ("train:example", ["--planner", "manual:absent.json"], r"absent.json: the plan cannot be read"),
         ("train:example", ["--cluster", "1x4:abacus"], "abacus"),
-        ("train:example", ["--planner", "pipeline:2x0"], "Pipeline(microbatches=0): should be a whole number from 1"),
-        ("train:example", ["--planner", "gpipe:2x0"], "Pipeline(microbatches=0): should be a whole number from 1"),
-        ("train:example", ["--planner", "pipeline:3x4"], "submeshes=(2, 1, 1)"),
+        ("train:example", ["--planner", "pipeline:2x0"], "'pipeline:2x0': both are whole numbers from 1"),
+        ("train:example", ["--planner", "gpipe:2x0"], "write, say, --planner gpipe:4x2"),
+        ("train:example", ["--planner", "pipeline:3x4"], "choose a number of stages that divides them"),
         ("train:example", ["--planner", "pipeline:8x4"], "use fewer stages"),
+        ("train:example", ["--microbatches", "7", "--no-cache"], "7 microbatches: "),
+        ("train:example", ["--planner", "megatron:2x1"], "--planner megatron:2x1: this makes 2 devices"),
         ("absent:example", ["--out", "absent/plan.json"], "the plan cannot be written: there is no folder absent"),
         ("absent:example", ["--out", "train.py/plan.json"], "the plan cannot be written: there is no folder train.py"),
         ("absent:example", ["--out", "."], "the plan cannot be written: it is a folder"),
@@ -331,7 +334,7 @@ def test_a_number_that_cannot_be_is_refused_with_its_option(capsys, train, comma
     assert message in written
 
 
-def test_what_is_measured_can_be_saved(capsys, train):
+def test_measure_is_refused_before_it_begins_if_its_file_cannot_be_written(capsys, train):
     assert main(["measure", "--devices", "1", "--out", "absent/here.json"]) == 2
     assert "the cluster cannot be written: there is no folder absent" in capsys.readouterr().err
 

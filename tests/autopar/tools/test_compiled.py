@@ -117,7 +117,7 @@ LONG = [
 
 @needs_gpu_compiler
 @pytest.mark.parametrize(("name", "planner"), [*CASES, *(slow(*case) for case in LONG)])
-def test_what_a_gpus_compiler_sends_was_planned(name: str, planner: str, as_users_compile: None):
+def test_a_gpus_compiled_collectives_are_the_planned_ones(name: str, planner: str, as_users_compile: None):
     """Bytes by kind and axes are equal, whatever was combined; so are arguments."""
     step, args = mlp() if name == "mlp" else model(name)
     judgement = judge(step, args, {}, GPUS, {"planner": PLANNERS[planner]})

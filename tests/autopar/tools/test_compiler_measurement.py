@@ -179,7 +179,7 @@ def test_a_gpus_kernels_begin_in_the_presets_time() -> None:
 
 
 @pytest.mark.usefixtures("few_halves")
-def test_what_takes_less_than_its_memory_is_shown_and_not_fitted() -> None:
+def test_an_estimate_below_its_memorys_time_is_shown_and_not_fitted() -> None:
     """One estimate of a thousandth changes nothing but its own row."""
     preset = parse_cluster("8:tpu-v5e")
     truth = by_model(with_device(preset, half_extent=32.0))

@@ -4,6 +4,7 @@ import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ import autopar
 from autopar.tools import fit, targets
 from autopar.tools.cli import main
 from autopar.tools.pareto_front import LESS, front
+from passes.errors import OverBudgetError
+from passes.intra_op import pins
 from passes.plan import LayerCost, load_plan
 from passes.plan.text import layers_table
 from passes.planners import reasons
@@ -89,6 +92,10 @@ def test_explain_says_what_there_is(plan, capsys, what, known):
     written = capsys.readouterr().err
     assert known in written
     assert "name one" in written
+
+
+def test_a_step_without_inputs_has_none_to_name():
+    assert pins.guesses("x", ()) == "inputs are none"
 
 
 def test_explain_shows_what_layers_cost_and_one_by_its_name(plan, capsys):
@@ -168,6 +175,33 @@ def test_a_front_ends_where_nothing_needs_less(train):
     example = fit.Example.of(*targets.example("train:example"))
     step = autopar.parallelize(example.step, cluster="1:h100")
     assert 1 <= len(front(step, example.args, {}, 30)) < 30
+
+
+def test_each_plan_of_a_front_takes_longer_than_all_before_it():
+    """A search with a limit may look longer, and find a plan that is better than the first two."""
+    sizes, seconds = (100, 80, 60, 50), (10.0, 12.0, 9.0, 11.0)
+    plans = [
+        SimpleNamespace(peak_nbytes=size, step_seconds=each, is_interrupted=False)
+        for size, each in zip(sizes, seconds, strict=True)
+    ]
+
+    def limited(memory_limit: int) -> SimpleNamespace:
+        fitting = [plan for plan in plans if plan.peak_nbytes <= memory_limit]
+        if not fitting:
+            raise OverBudgetError("none")
+        return SimpleNamespace(plan=lambda: fitting[0])
+
+    step = SimpleNamespace(plan=lambda: plans[0], replan=limited)
+    assert front(step, (), {}, 3) == [plans[2], plans[3]]
+
+
+def test_a_limit_below_the_plan_is_told_with_what_others_need(plan, capsys):
+    assert main(["explain", str(plan), "up", "--memory-limit", "1 KiB"]) == 0
+    out = capsys.readouterr().out
+    assert "more than the 948 B planned with" in out
+    assert "with any other placement a device needs" in out
+    assert main(["explain", str(plan), "--memory-limit", "much"]) == 2
+    assert "--memory-limit 'much'" in capsys.readouterr().err
 
 
 def test_the_command_line_pins(train, capsys):

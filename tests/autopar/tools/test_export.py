@@ -116,7 +116,7 @@ def test_a_step_that_the_plan_was_not_made_for_is_refused(plan, capsys):
         (["pipeline:2x2"], "jax-export", "it is one program on one mesh, whose arrays are on devices, and this plan"),
     ],
 )
-def test_what_a_format_does_not_say_is_refused(train, capsys, planner, format, message):
+def test_a_plan_with_more_than_a_format_says_is_refused(train, capsys, planner, format, message):
     base = ["plan", "train:example", "--cluster", "4:h100", "--no-cache", "--planner"]
     assert main([*base, *planner, "--out", "p.json"]) == 0
     assert main(["export", "p.json", "--format", format, "-o", "s.py"]) == 2
@@ -180,7 +180,7 @@ def by_name():
 
 
 @pytest.mark.parametrize(("name", "words"), [("example", "modules are not exported"), ("by_name", "arguments by name")])
-def test_what_is_no_function_of_arrays_is_refused(train, capsys, name, words):
+def test_a_step_of_modules_or_named_arguments_is_refused(train, capsys, name, words):
     Path("nets.py").write_text(MODULES)
     target = f"nets:{name}"
     assert main(["plan", target, "--cluster", "4:h100", "--planner", "dp", "--no-cache", "--out", "p.json"]) == 0

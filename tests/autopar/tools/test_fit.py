@@ -366,6 +366,9 @@ def test_ctrl_c_prints_the_rows_so_far(train: Path, capsys: Any, monkeypatch: An
     out = capsys.readouterr().out
     assert "jit " in out
     assert "Ended by Ctrl-C: rows are missing." in out
+    monkeypatch.setattr(fit, "PLANNERS", {"searched": interrupted})
+    assert main([*COMMAND, "--plot", "nothing.svg"]) == 130
+    assert "Ended by Ctrl-C: rows are missing." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def with_device(**seen):
     return Cluster.from_json(data)
 
 
-def test_what_was_measured_counts_and_the_nearest_number_of_ranks():
+def test_collectives_take_the_measured_line_of_the_nearest_ranks():
     cluster = measured(("all_reduce", 2, 1e-3, 1e9), ("all_reduce", 8, 4e-3, 1e8))
     mesh = Mesh(axes=("a", "b", "c"), sizes=(2, 2, 2), cluster=cluster)
     assert collectives.seconds("all_reduce", 1e6, mesh.group(("a",))) == pytest.approx(1e-3 + 1e-3)
@@ -105,7 +105,7 @@ def test_a_measured_cluster_is_written_and_read():
     assert Cluster.from_json(json.loads(json.dumps(cluster.to_json()))) == cluster
 
 
-def test_what_was_seen_of_a_device_is_written_and_read_and_a_data_sheet_has_none_of_it():
+def test_measured_numbers_of_a_device_survive_its_file_and_data_sheets_have_none():
     plain = parse_cluster("8:h100").to_json()
     assert (
         plain["groups"][0]["device"]
@@ -199,7 +199,7 @@ def test_the_share_that_is_hidden_is_of_the_shorter(first, second, both, share):
     assert hidden(first, second, both) == share
 
 
-def test_what_an_accelerator_hides_is_in_its_cluster_and_virtual_devices_hide_nothing():
+def test_overlap_is_kept_of_accelerators_and_zero_of_virtual_devices():
     device = parse_cluster("8:h100").group().device
     assert with_overlap(device, 0.25).collective_overlap == 0.25
     assert with_overlap(device, None) == device
@@ -216,7 +216,7 @@ def made_up():
     return Measurement(cluster=cluster, samples=(local, *sent), overlap=0.25)
 
 
-def test_what_is_predicted_stands_beside_what_was_measured():
+def test_tables_show_predicted_beside_measured():
     text = "\n\n".join(table.format(80) for table in measurement_text.tables(made_up()))
     assert max(map(len, text.splitlines())) <= 80
     assert "25 % hidden" in text
@@ -235,7 +235,7 @@ def test_a_wrong_plot_is_refused_before_anything_is_measured(capsys, tmp_path):
     assert "a plot is a file that ends in" in capsys.readouterr().err
 
 
-def test_what_are_no_devices_is_refused_before_anything_is_measured():
+def test_measure_refuses_an_argument_that_is_no_devices():
     with pytest.raises(autopar.ArgumentError, match="devices=3: devices are a sequence"):
         autopar.measure(3)  # pyright: ignore[reportArgumentType]
 

@@ -22,7 +22,7 @@ COMMANDS = commands_of(parser())
         (["diff"], "usage: autopar diff"),
     ],
 )
-def test_what_several_commands_take_is_told_at_length(capsys, topics, words):
+def test_help_tells_of_topics_at_length(capsys, topics, words):
     assert main(["help", *topics]) == 0
     assert words in capsys.readouterr().out
 

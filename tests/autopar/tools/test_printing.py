@@ -49,7 +49,7 @@ def test_a_plan_for_fewer_devices_leaves_some_idle_and_is_no_optimum(train):
     assert eight.solution.bound == 0
 
 
-def test_what_cannot_be_printed_is_an_error_in_words(capsys, train, monkeypatch):
+def test_output_that_cannot_be_printed_is_an_error_in_words(capsys, train, monkeypatch):
     assert main(["plan", "train:example", "--cluster", "4:h100", "--planner", "dp", "--out", "plan.json"]) == 0
     for encoding in ("ascii", "latin-1"):
         with monkeypatch.context() as patch:

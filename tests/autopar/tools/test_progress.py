@@ -254,7 +254,7 @@ def test_hand_made_planners_tell_nothing():
     assert heard(planner=autopar.DataParallel()) == []
 
 
-def test_what_cannot_be_called_is_refused():
+def test_a_progress_option_that_cannot_be_called_is_refused():
     with pytest.raises(ArgumentError, match="progress="):
         autopar.parallelize(train_step, progress=3)
 

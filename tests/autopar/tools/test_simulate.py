@@ -110,7 +110,7 @@ def test_the_bubble_of_a_planned_pipeline_is_the_timelines():
 @pytest.mark.parametrize(
     "remat", [lambda: (jax.checkpoint(layer), {}), lambda: (layer, {"remat": "inputs"})], ids=["checkpoint", "remat="]
 )
-def test_what_is_computed_again_counts_once(remat: Any):
+def test_recomputed_flops_count_once(remat: Any):
     apply, options = remat()
     recomputed = autopar.parallelize(lambda p, x: step(p, x, apply), **options)
     (plain,) = estimates(autopar.simulate(step, ARGS, cluster="1:h100"))
@@ -188,7 +188,7 @@ def test_a_step_without_integers_has_an_unknown_number_of_tokens():
 
 
 @pytest.mark.slow
-def test_what_fits_nowhere_has_the_plan_of_least_memory_and_the_reason():
+def test_a_row_that_fits_nowhere_has_the_plan_of_least_memory_and_the_reason():
     simulated = autopar.simulate(step, ARGS, cluster="8:h100", planner=[DataParallel(), Auto()], memory_limit="1 KiB")
     for row in simulated.rows:
         assert row.estimate is not None

@@ -53,7 +53,7 @@ def test_a_point_is_what_the_plan_for_it_says(step: Any, args: Any):
         assert row.estimate == Estimate.of(plan)
 
 
-def test_what_a_function_may_need_itself_is_the_limit():
+def test_a_functions_own_memory_limit_is_the_rows_limit():
     args = f32(64, 64), f32(32, 64)
     function = autopar.parallelize(row_by_row, memory_limit="1 KiB")
     (small,) = autopar.simulate(function, args, cluster="2:h100").rows
@@ -95,3 +95,28 @@ def test_batches_of_a_step_of_modules_are_those_of_its_arrays(library: str):
 def test_a_price_without_a_training_is_refused():
     with pytest.raises(autopar.ArgumentError, match=r"price_per_device_hour=2.5.*\n.*tokens=300e9"):
         autopar.simulate(row_by_row, (f32(64, 64), f32(32, 64)), cluster="2:h100", price_per_device_hour=2.5)
+
+
+def test_planners_that_are_called_alike_are_rows_of_their_own():
+    class Own:
+        def __init__(self, stage: int) -> None:
+            self.stage = stage
+
+        def plan(self, *given: Any) -> Any:
+            return autopar.Zero(self.stage).plan(*given)
+
+    args = f32(64, 64), f32(32, 64)
+    simulated = autopar.simulate(row_by_row, args, cluster="2:h100", planner=[Own(1), Own(3)])
+    assert [row.scenario and row.scenario.planner_name for row in simulated.rows] == ["Own", "Own (2)"]
+
+
+def test_a_saved_plan_is_one_planner_among_others():
+    """A plan has no hash, and is not spelled out in a table."""
+    args = f32(64, 64), f32(32, 64)
+    plan = autopar.parallelize(row_by_row, cluster="2:h100", planner=autopar.Zero(3)).plan(*args)
+    simulated = autopar.simulate(
+        row_by_row, args, cluster="2:h100", planner=[autopar.Manual(plan), autopar.Auto(), autopar.Manual(plan)]
+    )
+    names = [row.scenario and row.scenario.planner_name for row in simulated.rows]
+    assert names == ["Manual(source=<zero-3 plan, data=2>)", "Auto()"]
+    assert simulated.rows[0].estimate == Estimate.of(plan)

@@ -52,12 +52,12 @@ def losses_of(training: WholeStep) -> list[float]:
     ],
     ids=["images", "transformer"],
 )
-def test_what_is_measured_is_a_training(training: WholeStep):
+def test_the_measured_training_lowers_its_loss(training: WholeStep):
     losses = losses_of(training)
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_what_is_told_is_the_next_token():
+def test_the_measured_loss_depends_on_the_last_token():
     training = Transformer(hidden=16, sequence=8, batch=2, head=8)
     weights, _, batch = drawn(training)
     later = training.loss(weights, batch.at[:, -1].set(0))

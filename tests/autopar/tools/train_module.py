@@ -36,6 +36,9 @@ def parallel_example():
 def lone_example():
     return step, example()[1][1]
 
+def unpacked_example():
+    return step, [*example()[1], 1.0, 2.0]
+
 def flat_example():
     return step, *example()[1]
 

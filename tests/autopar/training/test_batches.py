@@ -124,7 +124,7 @@ class Chip:
     process_index: int
 
 
-def test_what_has_no_elements_is_named():
+def test_a_source_without_elements_is_named():
     nothing: Any = None
     with pytest.raises(autopar.ArgumentError, match=r"batches\(None\): its elements are batches"):
         autopar.parallelize(step).batches(nothing)
@@ -214,7 +214,7 @@ def test_an_error_is_raised_behind_all_that_was_fetched_before_and_again():
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_which_elements_are_placed_does_not_depend_on_how_fast_they_are_fetched(is_slow: bool):
+def test_placed_elements_are_the_same_ones_however_fast_they_are_fetched(is_slow: bool):
     """Of several processes each would else hand another kind of array to the step, which is refused."""
     known, goes_on = list[Any](), threading.Event()
 

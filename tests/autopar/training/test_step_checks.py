@@ -63,7 +63,7 @@ def test_a_function_in_a_state_is_no_copy_of_another_processs():
     assert findings([("state.activation", jnp.tanh), ("state.rate", 0.1)]).digests.keys() == {"00000001 state.rate"}
 
 
-def test_what_is_cut_over_all_devices_has_no_copy_and_is_finite_or_not():
+def test_an_array_cut_over_all_devices_has_no_digest_and_is_checked_for_finite_values():
     values = np.ones((8, 2), np.float32)
     mine = findings([("a", in_shards(values, PartitionSpec("x", "y"), 3))])
     assert (mine.digests, mine.not_finite) == ({}, "")
@@ -95,7 +95,7 @@ def pace(host: float, compute: float, planned: float = 0.1, step: float = 1.0) -
     return Pace(step=step, host=host, compute=compute, planned=planned)
 
 
-def test_who_takes_longer_than_the_plan_gives_at_the_pace_of_the_others_is_slow():
+def test_a_process_above_its_planned_share_at_the_others_pace_is_slow():
     even = [pace(0.0, 0.3)] * 3
     assert stragglers(even, 1.5) == []
     (late,) = stragglers([*even, pace(0.3, 0.3)], 1.5)

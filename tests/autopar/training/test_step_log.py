@@ -32,7 +32,7 @@ def test_lines_for_people_and_machines(capsys: pytest.CaptureFixture[str]):
     assert kept[1]["seconds"] > 0
 
 
-def test_what_is_not_finite_is_an_error_where_that_is_asked_for():
+def test_values_that_are_not_finite_are_an_error_with_finite():
     kept: list[Any] = []
     log = StepLog(write=kept.append, finite=True)
     log(1, loss=1.0)

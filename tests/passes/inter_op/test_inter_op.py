@@ -64,8 +64,7 @@ def test_nothing_is_better_than_what_is_found(seed: int) -> None:
         )
 
     if math.isinf(best):
-        with pytest.raises(PlanningError):
-            search(10**6)
+        assert search(10**6) is None
         return
     found = search(10**6)
     assert found.seconds == pytest.approx(best, rel=1e-9)
@@ -84,7 +83,7 @@ def outcome(*args: Any, **options: Any) -> Partition | str:
 
 @pytest.mark.parametrize("schedules", [("gpipe", "1f1b"), SCHEDULES])
 @pytest.mark.parametrize("seed", some(range(30), 12))
-def test_what_cannot_be_in_the_best_partition_need_not_be_asked_for(seed: int, schedules: tuple[str, ...]) -> None:
+def test_entries_outside_the_best_partition_need_not_be_asked_for(seed: int, schedules: tuple[str, ...]) -> None:
     n_layers, whole, sizes = CASES[seed % len(CASES)]
     everything, few = Random(seed=seed), Random(seed=seed)
 

@@ -128,8 +128,7 @@ def test_a_stage_does_not_straddle_hosts() -> None:
     whole = Submesh(hosts=2, devices_per_host=4)
     best = partition(6, whole, shaped(whole, (3,)), Alike(), microbatches=(6,), n_stages=(2,))
     assert [stage.first_device for stage in best.stages] == [0, 4]
-    with pytest.raises(PlanningError, match="no stages that cover the layers and the devices can be had"):
-        partition(6, whole, shaped(whole, (3,)), Alike(), microbatches=(6,), idle=False)
+    assert partition(6, whole, shaped(whole, (3,)), Alike(), microbatches=(6,), idle=False) is None
 
 
 def test_slow_links_and_dispatch_make_pipelines_shorter() -> None:
@@ -148,14 +147,7 @@ def test_memory_chooses_the_schedule() -> None:
     one = partition(4, host(4), (host(1),), table, memory_limit=40, **options)
     assert one.schedule == "1f1b"
     assert one.timeline.peak_nbytes == (40, 30, 20, 10)
-    with pytest.raises(PlanningError) as error:
-        partition(4, host(4), (host(1),), table, memory_limit=39, **options)
-    assert str(error.value) == (
-        "memory_limit=39 bytes (39 B): no partition fits\n"
-        "  closest is 1f1b of 8 microbatches: stage 0 of 4, layers 0 to 0 on 1x1, needs 40 bytes (40 B) "
-        "with 4 microbatches in flight\n"
-        "  give more memory or devices, more microbatches, or a schedule with fewer of them in flight"
-    )
+    assert partition(4, host(4), (host(1),), table, memory_limit=39, **options) is None
 
 
 def test_zero_bubble_is_chosen_where_the_backward_can_be_split() -> None:
@@ -171,8 +163,7 @@ def test_zero_bubble_is_chosen_where_the_backward_can_be_split() -> None:
             return replace(candidate, input_gradient_seconds=None, weight_gradient_seconds=None)
 
     assert partition(4, host(4), (host(1),), Whole(), **options).schedule == "1f1b"
-    with pytest.raises(PlanningError, match="no stages that cover"):
-        partition(4, host(4), (host(1),), Whole(), **{**options, "schedules": ("zero-bubble-h1",)})
+    assert partition(4, host(4), (host(1),), Whole(), **{**options, "schedules": ("zero-bubble-h1",)}) is None
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -199,7 +190,6 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"schedules": ("1f2b",)}, "schedule '1f2b': is not known"),
     ({"choices": (host(8),)}, "submesh 1x8: is neither part of a host nor whole hosts"),
     ({"choices": ()}, "choices: no submesh"),
-    ({"n_stages": (3,)}, "no stages that cover"),
 ]
 
 

@@ -11,7 +11,6 @@ from passes.inter_op import Submesh, partitions
 from passes.inter_op.choices import LowerBound, place
 from passes.inter_op.costs import entries
 from passes.inter_op.dynamic_program import Stages, bounds_with, levels, trace
-from passes.inter_op.infeasible import infeasible_error
 from passes.inter_op.requests import Requests
 from passes.inter_op.search import branch_and_bound
 from tests.passes.inter_op.made_up import CASES, Alike, Random, brute_force, host, partition, shaped
@@ -75,11 +74,6 @@ def test_entries_are_requested_from_the_lowest_bound_on() -> None:
     assert requests.ask(3.0)
     assert not requests.ask(3.0)
     assert asked_for == [[2], [1]]
-
-
-def test_a_table_without_stages_is_named() -> None:
-    places = place(host(2), shaped(host(2), (1, 2)), idle=True)
-    assert "no stages that cover the layers and the devices" in str(infeasible_error([], places, 1.0))
 
 
 @pytest.mark.parametrize("seed", range(6))

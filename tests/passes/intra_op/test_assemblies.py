@@ -87,7 +87,7 @@ def test_a_budget_rules_out_the_answer_that_it_was_made_for() -> None:
         assert assembly.problem.usage(row, choice) > row.limit
 
 
-def test_what_is_live_at_a_node_is_its_inputs_and_what_is_still_read() -> None:
+def test_live_bytes_at_a_node_are_inputs_and_values_still_read() -> None:
     assembly = assembled()
     plain = zero(assembly, 1).problem
     choice = solve(plain, SolverOptions()).choice
@@ -102,7 +102,7 @@ def test_what_is_live_at_a_node_is_its_inputs_and_what_is_still_read() -> None:
     assert offloading.problem.usage(row, choice) == used[0]
 
 
-def test_what_is_held_throughout_is_the_inputs_and_never_more_than_the_peak() -> None:
+def test_resident_bytes_are_the_inputs_and_at_most_the_peak() -> None:
     assembly = assembled()
     row, offloading = resident(assembly, np.inf), with_host(assembly, (1,))
     row_offloading = row_with_host(partial(resident, limit=np.inf), offloading)
@@ -297,7 +297,7 @@ def test_data_parallelism_cuts_what_is_broadcast_over_the_batch():
     assert layout.placements[0].results[0] == parse_spec("[x, -, -]")
 
 
-def test_what_is_broadcast_for_operators_that_fuse_it_passes_no_memory():
+def test_a_broadcast_that_its_readers_fuse_passes_no_memory():
     graph = masked()
     fused = replace(graph, nodes=(graph.nodes[0], replace(graph.nodes[2], inputs=(0, 2)), graph.nodes[3]))
     assert remade(graph, group(graph)) == frozenset()

@@ -89,3 +89,17 @@ def test_nothing_is_looked_for_that_takes_longer_than_is_known(monkeypatch: pyte
     assert cutoffs == [0.9 * first.step_seconds]
     assert known
     assert known.step_seconds <= first.step_seconds
+
+
+def test_a_plan_says_that_a_time_limit_ended_its_search():
+    """The plan that is left in no time is a hand-made one, which that search did not find."""
+    matrix = jax.ShapeDtypeStruct((256, 256), "float32")
+    traced = trace(jax.grad(lambda w, x: jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)), ((matrix, matrix), matrix), {})
+    search = MeshSearch(
+        planner="auto",
+        problems=MeshProblems(step=Step(graph=traced.graph)),
+        options=SolverOptions(time_limit=0.0),
+        hand_made_plans=restrictions.hand_made_plans,
+    )
+    search.over([named(parse_cluster("8:a100-80g"), ("x", 8))])
+    assert search.cheapest.solution.status == "time limit"

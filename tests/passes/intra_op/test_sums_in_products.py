@@ -183,7 +183,7 @@ def test_only_what_makes_less_of_a_sum_over_the_batch_takes_it_as_it_is():
     assert products_of_sums(step_of(filtered), *arguments(filtered)) == ["fft"]
 
 
-def test_what_is_needed_whole_is_reduced_once():
+def test_a_gradient_that_is_needed_whole_is_reduced_once():
     """The frozen weight is updated too, so its gradient is reduced, and what the adapters' are made of with it."""
 
     def step(weights: Any, x: jax.Array) -> Any:

@@ -18,7 +18,7 @@ def test_without_layers_all_is_kept():
     assert [variant.kept for variant in variants_in(0, 1)] == [()]
 
 
-def test_what_keeps_less_in_no_fewer_microbatches_computes_more_wherever_state_lies():
+def test_a_variant_that_keeps_less_in_no_fewer_microbatches_computes_more():
     (everything, *_, least), more = variants_in(2, 2), variants_in(2, 4)
     assert computes_more(least, everything)
     assert not computes_more(everything, least)

@@ -33,3 +33,22 @@ def test_outputs_are_named_where_inputs_are_not():
     node = Node(primitive="tanh", inputs=(0,), outputs=(1,), params={})
     graph = Graph(types=(type, type), nodes=(node,), inputs=(0,), outputs=(1,), output_names=("loss",))
     assert graph.part([0], [0], [1]).output_names == ("loss",)
+
+
+def test_types_are_of_one_sort_of_numbers_or_of_none():
+    sorts = {
+        dtype: (type.is_integer, type.is_float, type.is_inexact)
+        for dtype in ("float32", "bfloat16", "float8_e4m3fn", "complex64", "uint4", "bool", "float0", "key<fry>")
+        if (type := TensorType(shape=(2,), dtype=dtype))
+    }
+    real, none = (False, True, True), (False, False, False)
+    assert sorts == {
+        "float32": real,
+        "bfloat16": real,
+        "float8_e4m3fn": real,
+        "complex64": (False, False, True),
+        "uint4": (True, False, False),
+        "bool": none,
+        "float0": none,
+        "key<fry>": none,
+    }

@@ -24,5 +24,5 @@ def test_a_layer_is_the_numbered_module_else_the_first_else_the_function(scope: 
     assert layer_of(scope, source) == name
 
 
-def test_what_jax_writes_around_modules_is_no_module() -> None:
+def test_jaxs_own_parts_of_a_scope_are_no_modules() -> None:
     assert modules("transpose(jvp(GPT))/while/body/checkpoint/Block_0/pjit/mlp") == ["Block_0", "mlp"]

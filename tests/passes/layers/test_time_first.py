@@ -67,10 +67,40 @@ def epochs(params: Any, x: jax.Array, rewards: jax.Array) -> Any:
     return lax.scan(lambda params, _: returns(params, x, rewards), params, None, length=2)
 
 
+def attention(params: Any, x: jax.Array, rewards: jax.Array) -> Any:
+    """A transformer of sequences behind time, as PyTorch's are: each position attends to those before it."""
+
+    def loss(params: Any, x: jax.Array, rewards: jax.Array) -> jax.Array:
+        for _ in range(2):
+            weights = jax.nn.softmax(jnp.einsum("tbd,sbd->bts", x @ params["in"], x @ params["state"]) / STEPS)
+            x = x + jnp.einsum("bts,sbd->tbd", weights, x)
+        return jnp.mean(((x @ params["out"])[..., 0] - rewards) ** 2)
+
+    return descended(loss, params, x, rewards)
+
+
+def attention_batch_first(params: Any, x: jax.Array, rewards: jax.Array) -> Any:
+    return attention(params, x.swapaxes(0, 1), rewards.swapaxes(0, 1))
+
+
+def attention_of_examples(params: Any, x: jax.Array, rewards: jax.Array) -> Any:
+    """Each row attends to the others of the batch, as those of a table do: no dimension behind them is cut instead."""
+
+    def loss(params: Any, x: jax.Array, rewards: jax.Array) -> jax.Array:
+        rows = x.reshape(len(x), -1) @ jnp.tile(params["in"], (ROWS, 1))
+        mixed = jax.nn.softmax(rows @ rows.T) @ jnp.tanh(rows @ params["state"])
+        return jnp.mean((mixed @ params["out"] - rewards) ** 2)
+
+    return descended(loss, params, x, rewards)
+
+
 CASES = {
     "recurrent": (recurrent, (ROWS_IN_TIME, jnp.arange(ROWS) % STEPS), (1, 0)),
     "returns": (returns, (ROWS_IN_TIME, drawn(STEPS, ROWS)), (1, 1)),
     "epochs": (epochs, (ROWS_IN_TIME, drawn(STEPS, ROWS)), (1, 1)),
+    "attention": (attention, (ROWS_IN_TIME, drawn(STEPS, ROWS)), (1, 1)),
+    "attention, batch first": (attention_batch_first, (drawn(ROWS, STEPS, WIDTH), drawn(ROWS, STEPS)), (0, 0)),
+    "attention of time, both even": (attention, (drawn(ROWS, ROWS, WIDTH), drawn(ROWS, ROWS)), (1, 1)),
     "batch first": (batch_first, (ROWS_IN_TIME.swapaxes(0, 1), jnp.arange(ROWS) % STEPS), (0, 0)),
 }
 
@@ -102,6 +132,12 @@ def test_rows_behind_time_are_seen(case: str) -> None:
     traced = autopar.parallelize(step).step(PARAMS, *data)
     others = tuple(range(len(PARAMS), len(traced.graph.inputs)))
     assert row_dims(traced.graph, traced.batch, others) == (dict(zip(others, dims, strict=True)) if any(dims) else {})
+
+
+def test_rows_that_attend_to_each_other_stay_first() -> None:
+    traced = autopar.parallelize(attention_of_examples).step(PARAMS, drawn(ROWS, ROWS, WIDTH), drawn(ROWS, 1))
+    others = tuple(range(len(PARAMS), len(traced.graph.inputs)))
+    assert row_dims(traced.graph, traced.batch, others) == {}
 
 
 def test_features_behind_rows_that_a_loop_takes_in_turn_are_none() -> None:

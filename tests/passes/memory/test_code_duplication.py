@@ -8,7 +8,7 @@ from tests.passes.memory.device_programs import ROWS, operation
 SHORT = (*ROWS[:-1], ROWS[-1] // 2)
 
 
-def test_what_is_read_where_it_is_written_is_written_once():
+def test_an_operation_read_in_its_own_kernel_is_written_once():
     """x, sin(x), sin(x) + sin(x): all of one shape."""
     program = [operation("input"), operation("elementwise", 0), operation("elementwise", 1, 1)]
     copies = Copies(program, 2, [1])

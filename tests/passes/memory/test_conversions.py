@@ -31,12 +31,12 @@ def test_logits_are_sliced_in_their_own_dtype():
 
 
 @pytest.mark.parametrize("outputs", [(2,), (1, 2)])
-def test_what_is_read_in_full_is_widened_in_full(outputs: tuple[int, ...]):
+def test_a_conversion_that_is_read_in_full_is_not_sliced_first(outputs: tuple[int, ...]):
     every = logits(*([operation("reduce", 1)] if outputs == (2,) else []))
     assert sliced_first(every, outputs) == every
 
 
-def test_what_is_narrowed_is_sliced_as_it_was():
+def test_a_narrowing_conversion_is_not_sliced_first():
     every = logits()
     every[0] = every[0]._replace(dtype="float64")
     assert sliced_first(every, (2,)) == every

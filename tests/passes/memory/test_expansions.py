@@ -27,7 +27,7 @@ def written(lowering, *params: tuple[str, object]) -> list[Operation]:
         (power, (("y", -2),), ["divide"]),
     ],
 )
-def test_what_is_computed_once_is_what_xla_computes_once(lowering, params, expensive: list[str]):
+def test_expensive_operations_are_those_that_xla_computes_once(lowering, params, expensive: list[str]):
     assert [operation.name for operation in written(lowering, *params) if operation.kind == "expensive"] == expensive
 
 

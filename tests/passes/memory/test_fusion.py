@@ -130,7 +130,7 @@ def test_an_expensive_operation_before_a_cheap_one_is_not_computed_for_every_row
     assert fused(A, once, cheap, spread, last, outputs=(4,)) == {0: (), 1: (0,), 4: (1,)}
 
 
-def test_what_no_output_needs_is_left_out() -> None:
+def test_operations_that_no_output_needs_are_left_out() -> None:
     assert fused(A, operation("dot", 0, 0), operation("elementwise", 0, name="negate"), outputs=(2,)) == {
         0: (),
         2: (0,),

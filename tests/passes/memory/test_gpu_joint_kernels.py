@@ -87,7 +87,7 @@ def test_sums_along_the_same_dimensions_are_one_kernel(tag: object, is_joint: bo
     assert bool(joint(every, 3, 5)) == is_joint
 
 
-def test_what_waits_for_another_is_another_kernel() -> None:
+def test_a_reader_of_a_kernels_own_reader_is_another_kernel() -> None:
     every = [
         operation("input", shape=TABLE, tag=0),
         operation("elementwise", 0, 0, shape=TABLE, name="multiply"),
@@ -120,7 +120,7 @@ def test_copies_in_another_order_stay_apart_from_what_is_summed() -> None:
 
 
 @pytest.mark.parametrize("name", ["negate", COPY])
-def test_what_transposes_is_no_part_of_a_sum(name: str) -> None:
+def test_a_transposing_kernel_is_not_joint_with_a_sum(name: str) -> None:
     """A gradient of scores that is summed, and multiplied: written in the order of the scores, if it lies otherwise."""
     kind = "rearrange" if name == COPY else "elementwise"
     every = [
@@ -133,7 +133,7 @@ def test_what_transposes_is_no_part_of_a_sum(name: str) -> None:
     assert ((2, 3) in joint(every, 3, 4)) == (name != COPY)
 
 
-def test_what_a_joint_kernel_reads_is_there_until_all_of_it_is_written() -> None:
+def test_operands_of_a_joint_kernel_live_until_all_of_it_is_written() -> None:
     every = [
         operation("input", shape=TABLE, tag=0),
         operation("dot", 0, 0, shape=TABLE, tag=("merged", (((1,), (0,)), ((), ())))),
@@ -156,7 +156,7 @@ def test_what_a_joint_kernel_reads_is_there_until_all_of_it_is_written() -> None
 
 
 @pytest.mark.parametrize(("side", "is_joint"), [(64, False), (8, True)])
-def test_what_is_turned_by_tiles_is_joint_with_what_is_turned_alike(side: int, is_joint: bool) -> None:
+def test_kernels_that_transpose_alike_by_tiles_are_joint(side: int, is_joint: bool) -> None:
     """Weights that are rounded and turned for a product, and updated by a gradient that lies in the product's order."""
     shape, turned = (1024, side), (side, 1024)
     every = [

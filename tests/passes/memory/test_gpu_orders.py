@@ -176,7 +176,7 @@ def test_a_products_own_kernel_transposes_the_gradient_that_it_makes():
 
 
 @pytest.mark.parametrize(("rows", "columns", "is_written"), [(COLUMN, 2**15, False), (COLUMN, 2**7, True)])
-def test_what_is_added_up_by_columns_is_multiplied_there_unless_few_blocks_do_it(
+def test_sums_by_columns_take_their_factors_in_unless_few_blocks_do_it(
     rows: int, columns: int, is_written: bool
 ) -> None:
     """XLA:GPU compiles 2^15 columns without temporaries, for A100 and H100 (jaxlib 0.10.2)."""
@@ -198,7 +198,7 @@ def test_what_is_added_up_by_columns_is_multiplied_there_unless_few_blocks_do_it
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-def test_what_is_added_to_features_gathered_from_devices_lies_as_they_do(heads: int) -> None:
+def test_summands_of_gathered_features_lie_as_they_do(heads: int) -> None:
     """Embeddings gathered along features, which are slowest then, and a residual stream that a product is added to. The
     product's kernel writes columns for rows, but not a product of every head.
     """
@@ -221,7 +221,7 @@ def test_what_is_added_to_features_gathered_from_devices_lies_as_they_do(heads: 
     assert changed[changed[place[8]].operands[0]].shape == (heads * FEATURES, 4, TOKENS)
 
 
-def test_what_several_read_of_gathered_features_lies_in_order() -> None:
+def test_gathered_features_with_several_readers_lie_in_order() -> None:
     shape: Shape = (4, TOKENS, FEATURES)
     every = [
         operation("input", shape=(FEATURES // 2, 4, TOKENS), tag=0),

@@ -35,7 +35,7 @@ def test_times_are_those_that_xla_has() -> None:
     assert microseconds[6] == pytest.approx(0.529, rel=0.02)  # has few blocks
 
 
-def test_what_gains_most_is_fused_first_and_what_it_read_gains_less_then() -> None:
+def test_the_greatest_gain_is_fused_first_and_lowers_those_of_its_operands() -> None:
     every = softmax()
     kernels = priorities(every, (6, 7)).run()
     assert set(kernels) == {0, 1, 5, 6, 7}
@@ -53,7 +53,7 @@ def test_a_square_reads_its_operand_twice_until_it_is_fused() -> None:
     assert kernels[1].nbytes == pytest.approx(1.5 * kernels[2].nbytes, rel=0.01)
 
 
-def test_what_is_read_at_other_places_is_computed_again() -> None:
+def test_an_operand_read_at_other_places_is_computed_again() -> None:
     shape: Shape = (256, 256)
     every = [
         operation("input", shape=shape),

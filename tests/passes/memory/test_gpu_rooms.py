@@ -33,7 +33,7 @@ def test_rooms_of_one_shape_are_results_of_one_kernel_for_all_loops() -> None:
     assert sums[0].operands == sums[1].operands != first.operands
 
 
-def test_what_a_loop_changes_comes_before_what_it_reads() -> None:
+def test_a_loops_carries_come_before_its_rooms() -> None:
     changed, place = at_once(two_loops())
     assert changed[place[9]].operands == tuple(place[o] for o in (7, 8, 6, 5))
 

@@ -26,7 +26,7 @@ def pooled(zeros: Shape, *marks: str) -> list[Operation]:
     ]
 
 
-def test_what_is_cut_off_at_the_end_is_not_scattered_into_and_zeros_of_that_shape_are_shared() -> None:
+def test_a_scatter_cut_off_at_its_end_has_the_cut_shape_and_shares_zeros() -> None:
     changed = unpadded(pooled(IMAGES, HEAD))
     assert (changed[6].shape, changed[6].operands[0]) == (IMAGES, 2)
     assert (changed[7].kind, changed[7].operands) == ("bitcast", (6,))
@@ -37,7 +37,7 @@ def test_without_zeros_of_that_shape_the_scatter_has_its_own() -> None:
     assert (changed[6].operands[0], changed[5].shape, changed[2].shape) == (5, IMAGES, PADDED)
 
 
-def test_what_is_cut_off_in_front_is_scattered_into() -> None:
+def test_a_scatter_cut_off_in_front_stays_as_it_is() -> None:
     every = pooled(IMAGES)
     assert unpadded(every) == every
 
@@ -60,12 +60,12 @@ def scattered(*readers: Operation) -> list[Operation]:
     ]
 
 
-def test_what_is_scattered_onto_zeros_for_another_reader_is_added() -> None:
+def test_a_scatter_with_another_reader_is_added_by_a_kernel_of_its_own() -> None:
     changed = added(scattered(operation("elementwise", 4, shape=IMAGES, name="negate")), (5, 6))
     assert (changed[5].kind, changed[5].name, changed[5].operands) == ("elementwise", "add", (0, 4))
 
 
-def test_what_is_scattered_for_a_sum_alone_is_scattered_onto_the_other_summand() -> None:
+def test_a_scatter_for_a_sum_alone_is_scattered_onto_the_other_summand() -> None:
     every = scattered(operation("elementwise", 4, shape=IMAGES, name="negate"))
     assert added(every, (5,)) == every
 

@@ -195,7 +195,7 @@ def test_a_products_kernel_transposes_what_it_makes_for_a_collective_alone() -> 
         assert viewed([*every, operation("elementwise", reader, shape=SQUARE, name="negate")])[2].kind == "transpose"
 
 
-def test_what_is_scattered_for_a_collective_alone_is_added_to_zeros_that_lie_so() -> None:
+def test_a_scatter_for_a_collective_alone_has_zeros_in_the_collectives_order() -> None:
     every = [
         operation("broadcast", shape=(1024, 64)),
         operation("input", shape=(32, 1), tag=0),

@@ -40,7 +40,7 @@ def test_logits_of_which_labels_are_picked_are_written_less_their_maximum() -> N
     assert 10 not in written(picked, 12)
 
 
-def test_what_is_scattered_is_written_less_its_maximum() -> None:
+def test_a_scattered_softmax_is_written_less_its_maximum() -> None:
     """A scatter that is fused with what it adds says of itself where it adds, and no dimensions."""
     scattered = [
         *shifted(),
@@ -88,7 +88,7 @@ def test_nothing_is_apart_where_no_maximum_is_taken_away() -> None:
     assert apart(every, ([1], []), ()) == (frozenset(), frozenset())
 
 
-def test_what_is_summed_over_all_rows_is_written_for_that() -> None:
+def test_a_softmax_summed_over_all_rows_is_written_for_that() -> None:
     """As the loss of labels by their shares is: sums of rows and of all are one."""
     labels = [*shifted(), operation("input", shape=TABLE, tag=1), operation("elementwise", 10, 11, shape=TABLE)]
     by_rows = operation("reduce", 12, name="reduce-sum")

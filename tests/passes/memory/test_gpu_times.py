@@ -99,7 +99,7 @@ def test_arrays_joined_within_a_warp_are_ragged(size: int, dimension: int, is_ra
 
 
 @pytest.mark.parametrize("tokens", [256, 2**16])
-def test_what_is_widened_is_computed_by_all_that_read_it_and_a_large_sum_before_it_is_written(tokens: int) -> None:
+def test_a_widened_stream_is_computed_by_its_readers_and_a_large_sum_is_written(tokens: int) -> None:
     """A residual stream in bfloat16 and its normalisation in float32."""
     shape: Shape = (tokens, 256)
     every = [
@@ -132,7 +132,7 @@ def test_the_logarithm_of_each_row_is_computed_once_where_rows_are_long(columns:
     assert (2 in {kernel.operation for kernel in fuse(every, (4,))}) == is_written
 
 
-def test_what_follows_from_narrower_numbers_gains_more_than_what_is_computed_of_it() -> None:
+def test_an_operation_of_narrower_numbers_gains_more_than_its_readers() -> None:
     """Scores in bfloat16, masked and exponentiated in float32 for sums of few columns: exponents are written."""
     shape: Shape = (8, 128, 256)
     every = [

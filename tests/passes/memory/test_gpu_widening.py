@@ -16,7 +16,7 @@ from tests.passes.memory.device_programs import TABLE, drawn, narrow, operation
 from tests.passes.memory.gpu_kernels import MATRIX, kernels_of
 
 
-def test_what_is_added_and_multiplied_stays_wide_in_between() -> None:
+def test_additions_and_products_stay_wide_in_between() -> None:
     every = [
         narrow("input", tag=0),
         narrow("elementwise", 0, 0, name="add"),
@@ -33,7 +33,7 @@ def test_what_is_added_and_multiplied_stays_wide_in_between() -> None:
     assert multiplied.dtype == "float32"
 
 
-def test_what_was_rounded_is_widened_to_what_it_was() -> None:
+def test_a_rounded_value_is_read_as_it_was_before() -> None:
     """A normalisation in float32, rounded for a product and added to a residual stream."""
     every = [
         operation("input", shape=TABLE, tag=0),
@@ -63,12 +63,12 @@ def test_a_sum_along_several_dimensions_reads_what_was_rounded(axes: tuple[int, 
 
 
 @pytest.mark.parametrize("name", ["maximum", "negate", "select", "exponential"])
-def test_what_is_compared_or_moved_stays_narrow(name: str) -> None:
+def test_comparisons_and_moves_stay_narrow(name: str) -> None:
     every = [narrow("input", tag=0), narrow("elementwise", 0, name=name)]
     assert widened(every) == (every, [0, 1])
 
 
-def test_what_is_rounded_and_widened_again_is_what_it_was_before() -> None:
+def test_rounding_and_widening_again_is_left_out() -> None:
     again = Operation("elementwise", (1,), TABLE, "float32", -1, tag=("convert bfloat16",))
     operations, place = widened([narrow("input", tag=0), narrow("elementwise", 0, 0, name="add"), again])
     assert (operations[place[2]].name, operations[place[2]].dtype) == ("add", "float32")

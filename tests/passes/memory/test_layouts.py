@@ -23,7 +23,7 @@ def pooled(name: str, *others: Operation) -> list[Operation]:
     ]
 
 
-def test_what_is_reduced_is_transposed_in_place_of_the_result():
+def test_the_operand_of_a_reduction_is_transposed_in_place_of_its_result():
     changed, place = laid_out(pooled("reduce-window-max"))
     gathered = changed[place[3]]
     reduced = changed[gathered.operands[0]]

@@ -121,7 +121,7 @@ def test_nothing_is_read_after_it_was_written_over(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_no_argument_no_result_and_no_name_has_a_buffer(seed: int) -> None:
+def test_exactly_values_that_are_no_argument_result_or_alias_have_a_buffer(seed: int) -> None:
     """Results are written where they belong; so is what they are updates of, if nothing else reads that."""
     drawn_program = drawn(seed)
     kernels, lifetimes = lived(drawn_program)
@@ -199,7 +199,7 @@ def test_an_elementwise_kernel_writes_over_what_nothing_reads_later() -> None:
 
 
 @pytest.mark.parametrize("between", range(4))
-def test_what_the_last_of_several_readers_is_done_with_it_writes_over(between: int) -> None:
+def test_the_last_of_several_readers_writes_over_its_operand(between: int) -> None:
     every = [operation("input", shape=ROWS, tag=0), operation("dot", 0, 0)]
     every.append(operation("dot", 1, 1))  # the other reader
     chain = len(every)

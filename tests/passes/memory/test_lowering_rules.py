@@ -59,7 +59,7 @@ def test_a_primitive_becomes_what_xla_calls_it(primitive: str, kind: str, name: 
     assert operations[made].operands == tuple(given)
 
 
-def test_what_only_looks_at_an_array_otherwise_stays_narrow() -> None:
+def test_views_of_an_array_stay_narrow() -> None:
     half = TensorType(shape=WIDE.shape, dtype="bfloat16")
     for primitive, dtypes in (("reshape", ["bfloat16"]), ("tanh", ["bfloat16", "float32", "float32", "bfloat16"])):
         operations = Operations({"bfloat16": "float32"})

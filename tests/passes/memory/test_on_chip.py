@@ -62,7 +62,7 @@ def test_large_arrays_are_fetched_in_slices() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_on_the_chip_has_room_there_at_every_moment(seed: int) -> None:
+def test_spans_on_the_chip_have_room_there_at_every_moment(seed: int) -> None:
     r, count = random.Random(seed), 12
     spans = [
         Span(r.randrange(1, 60), first, r.randrange(first, count), made_by=i)
@@ -78,7 +78,7 @@ def test_what_is_on_the_chip_has_room_there_at_every_moment(seed: int) -> None:
     assert {span.made_by for span in off_chip(spans, chip(ROOM // 4), QUICK)} >= {span.made_by for span in large}
 
 
-def test_what_waits_too_long_for_its_reader_lies_beside_the_chip() -> None:
+def test_a_span_that_waits_too_long_for_its_reader_lies_beside_the_chip() -> None:
     """As activations of a large step, which the backward pass reads milliseconds later, and none of a small one."""
     for seconds, stays in ((STAYS * ROOM, True), (STAYS * ROOM + 1, False)):
         moments = timed([Cost(0.0, 1.0), Cost(0.0, seconds), Cost(0.0, 1.0)])
@@ -88,7 +88,7 @@ def test_what_waits_too_long_for_its_reader_lies_beside_the_chip() -> None:
         assert off_chip([span._replace(events=(0, 2))], chip(), timed(moments.costs, (0, 2))) == []
 
 
-def test_what_is_fetched_has_no_place_beside_the_chip_after_that() -> None:
+def test_a_fetched_span_has_no_place_beside_the_chip_after_that() -> None:
     moments = timed([Cost(0.0, 1.0), *[Cost(0.0, STAYS * ROOM)] * 2, *[Cost(0.0, 1.0)] * 3])
     span = Span(10, 0, 5, events=(3, 5))
     assert off_chip([span], chip(), moments) == [span._replace(last=3)]
@@ -104,7 +104,7 @@ def test_arguments_take_room_as_they_are_fetched() -> None:
     assert off_chip([made], chip(), moments, [weights]) == [made]
 
 
-def test_what_waits_for_memory_comes_before_what_computes() -> None:
+def test_spans_read_by_kernels_that_wait_for_memory_come_first() -> None:
     """As results of elementwise kernels before those of products."""
     costs = [Cost(9.0, 1.0), Cost(0.0, 9.0), Cost(9.0, 1.0), Cost(0.0, 9.0)]
     product, elementwise = Span(60, 0, 2, events=(2,)), Span(60, 1, 3, events=(3,))
@@ -120,7 +120,7 @@ def test_one_place_is_kept_until_all_have_read_it() -> None:
     assert off_chip([early, long, late], chip(40 + 30 + 65), QUICK) == []
 
 
-def test_what_is_beside_the_chip_at_first_is_copied_where_there_is_room() -> None:
+def test_spans_that_begin_beside_the_chip_are_copied_there_if_there_is_room() -> None:
     spans = [Span(60, 0, 9, beside=3), Span(60, 2, 9), Span(30, 5, 9, beside=9)]
     assert off_chip(spans, chip(120), QUICK) == [spans[0]._replace(last=3), spans[2]]
     assert off_chip(spans, chip(0), QUICK) == spans

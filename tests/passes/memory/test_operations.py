@@ -167,7 +167,7 @@ def test_operations_that_change_nothing_are_left_out(name: str, value: float, fi
     assert operations.elementwise(name, [x, other], type) != x
 
 
-def test_what_is_the_same_along_a_dimension_is_computed_once() -> None:
+def test_operations_alike_along_a_dimension_are_computed_once() -> None:
     operations = Operations()
     row = operations.add("input", (), (4,), "float32", 0)
     wide = operations.broadcast(row, (3, 4), (1,))
@@ -192,7 +192,7 @@ def test_a_batch_of_products_that_sums_over_two_dimensions_is_transposed_even_if
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_scattered_onto_zeros_and_added_is_scattered_onto_the_sum_unless_it_was_rounded(dtype: str) -> None:
+def test_a_scatter_that_is_added_is_scattered_onto_the_sum_unless_it_was_rounded(dtype: str) -> None:
     """As the gradient of a table of embeddings in microbatches is: in bfloat16 the zeros stay."""
     operations, wide = Operations({"bfloat16": "float32"}), TensorType(shape=(8, 4), dtype="float32")
     total = operations.add("input", (), wide.shape, wide.dtype, 0)
@@ -243,9 +243,7 @@ def test_sums_and_products_are_equal_in_either_order() -> None:
 
 
 @pytest.mark.parametrize(("values", "is_condition"), [((False, True), True), ((True, False), False)])
-def test_what_selects_true_where_a_condition_is_true_is_the_condition(
-    values: tuple[bool, bool], is_condition: bool
-) -> None:
+def test_a_selection_of_true_by_a_condition_is_the_condition(values: tuple[bool, bool], is_condition: bool) -> None:
     operations, type = Operations(), TensorType(shape=(4, 4), dtype="bool")
     condition = operations.add("input", (), type.shape, "bool", 0)
     made = operations.elementwise("select", [condition, *(operations.literal(v, "bool") for v in values)], type)

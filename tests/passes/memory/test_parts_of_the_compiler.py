@@ -40,7 +40,7 @@ def test_a_step_leaves_its_local_shape_and_sends_the_cut_dimension_first(step: S
         assert sent[0].shape == (after[along], after[1 - along])
 
 
-def test_what_is_the_same_in_every_iteration_is_read_from_outside() -> None:
+def test_operations_alike_in_every_iteration_leave_the_loop() -> None:
     """A weight is scaled alike in all iterations, and multiplies what changes; a view of it stays in place."""
     operations = Operations()
     weight, x = (operations.add("input", (), (4, 4), "float32", i) for i in range(2))

@@ -22,7 +22,7 @@ def free(place: Place, moment: int) -> bool:
 
 
 @given(SPANS, PLACES)
-def test_what_is_placed_fits_at_every_moment(spans: list[Span], places: list[Place]):
+def test_placed_spans_fit_at_every_moment(spans: list[Span], places: list[Place]):
     left = unplaced(spans, places)
     assert all(span in spans for span in left)
     placed = [span for span in spans if spans.count(span) > left.count(span)]
@@ -39,7 +39,7 @@ def test_the_largest_that_fits_goes_to_the_smallest_place():
     assert unplaced(spans, [Place(8, 2, 9), Place(8, -1, 2)]) == spans
 
 
-def test_what_an_output_is_written_over_may_end_as_it_is_written():
+def test_a_span_that_an_output_writes_over_may_end_as_it_is_written():
     span = Span(4, 1, 3, chain=0)
     assert unplaced([span], [Place(4, -1, 3, frozenset({0}))]) == []
     assert unplaced([span], [Place(4, -1, 3)]) == [span]

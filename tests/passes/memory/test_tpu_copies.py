@@ -63,7 +63,7 @@ def scattered(width: int, steps: int = 2) -> tuple[Operation, ...]:
 
 
 @pytest.mark.parametrize(("width", "steps"), [(16, 2), (32, 3), (64, 7), (80, 9), (100, 9)])
-def test_what_is_scattered_in_rows_is_updated_in_rows_and_copied_back(width: int, steps: int) -> None:
+def test_a_table_scattered_in_rows_is_updated_in_rows_and_copied_back(width: int, steps: int) -> None:
     """As SGD, momentum, AdaGrad and Adam of f32[50000,width], and DLRM, f32[32768,64] and its momentum."""
     every = scattered(width, steps)
     made, place = copied(every, (len(every) - 1,))

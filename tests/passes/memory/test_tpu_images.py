@@ -31,7 +31,7 @@ def network(shape: tuple[int, ...]) -> tuple[Operation, ...]:
 
 
 @pytest.mark.parametrize("shape", IMAGES)
-def test_what_convolutions_read_and_write_lies_in_tiles_of_batch_and_features(shape: tuple[int, ...]) -> None:
+def test_operands_and_results_of_convolutions_lie_in_tiles_of_batch_and_features(shape: tuple[int, ...]) -> None:
     every = network(shape)
     made, place = images(every, (5, 7))
     assert place == tuple(range(len(every)))
@@ -77,7 +77,7 @@ def test_products_of_rows_read_and_write_arrays_apart_from_images() -> None:
     assert 3 not in {kernel.operation for kernel in fuse(block(), (9,))}
 
 
-def test_what_is_gathered_along_features_lies_as_it_was_sent() -> None:
+def test_an_array_gathered_along_features_lies_as_it_was_sent() -> None:
     """The features first: tiles of its first and its last dimension are not those of batch and features."""
     sent = operation("collective", 0, shape=(64, 128, 32, 32), tag=("all_gather", ("x",)))
     for order, is_image in (((1, 2, 3, 0), False), ((3, 1, 2, 0), True)):

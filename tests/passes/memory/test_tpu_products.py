@@ -40,7 +40,7 @@ def test_products_of_a_higher_precision_round_nothing(precision: object) -> None
     assert product("tpu", precision, "bfloat16") == ["bfloat16"] * 2
 
 
-def test_what_was_widened_is_read_as_it_was_and_what_is_transposed_is_rounded_before() -> None:
+def test_products_read_widened_operands_as_they_were_and_round_before_transposing() -> None:
     operations = Operations(compiler="tpu")
     narrow = operations.add("input", (), SHAPE, "bfloat16", 0)
     wide = operations.converted(narrow, "float32")
@@ -64,7 +64,7 @@ def test_convolutions_round_images_and_kernels() -> None:
     assert [operations[o].dtype for o in operations[made].operands] == ["bfloat16"] * 2
 
 
-def test_what_is_gathered_for_products_alone_is_rounded_before_it_is_sent() -> None:
+def test_a_gather_for_products_alone_is_rounded_before_it_is_sent() -> None:
     """As weights under ZeRO-3 in float32: half the bytes are sent and kept."""
     every = (
         operation("input", shape=(8, 64), tag=0),
@@ -98,7 +98,7 @@ def behind_barrier(*others: Operation) -> tuple[Operation, ...]:
     )
 
 
-def test_what_products_alone_read_passes_a_barrier_rounded() -> None:
+def test_operands_of_products_alone_pass_a_barrier_rounded() -> None:
     """As gradients of a vision transformer in float32, of which weights under ZeRO-3 are gathered again behind them."""
     made, place = passed_rounded(behind_barrier(), (6,))
     passed = made[place[4]]
@@ -107,6 +107,6 @@ def test_what_products_alone_read_passes_a_barrier_rounded() -> None:
     assert [made[place[o]].kind for o in (1, 5)] == ["bitcast", "bitcast"]
 
 
-def test_what_is_added_up_as_well_passes_a_barrier_as_it_is() -> None:
+def test_operands_of_a_sum_as_well_pass_a_barrier_as_they_are() -> None:
     every = behind_barrier(operation("reduce", 0, name="reduce-sum"))
     assert passed_rounded(every, (6, 7)) == (every, tuple(range(len(every))))

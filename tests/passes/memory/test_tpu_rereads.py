@@ -89,7 +89,7 @@ def test_kernels_that_add_up_the_same_are_one(sums: int) -> None:
 
 
 @pytest.mark.parametrize(("products", "written"), {3: False, 4: True}.items())
-def test_what_is_narrowed_is_written_for_four_readers(products: int, written: bool) -> None:
+def test_a_narrowed_array_is_written_for_four_readers(products: int, written: bool) -> None:
     program = _Program()
     wide = program.add(operation("input", shape=TABLE, tag=0))
     narrowed = program.add(narrow("expensive", wide, name="convert float32"))
@@ -98,7 +98,7 @@ def test_what_is_narrowed_is_written_for_four_readers(products: int, written: bo
 
 
 @pytest.mark.parametrize(("products", "written"), {3: False, 4: True}.items())
-def test_what_products_round_counts_as_it_was_and_is_written_rounded(products: int, written: bool) -> None:
+def test_an_operand_that_products_round_counts_wide_and_is_written_rounded(products: int, written: bool) -> None:
     """As a vision transformer's gradients of scores in float32, which two products read: neither is written."""
     program = _Program()
     arrays = [program.add(operation("input", shape=TABLE, tag=i)) for i in range(2)]

@@ -31,7 +31,7 @@ def test_a_sum_is_taken_with_what_it_adds_up_unless_it_needs_what_is_made_later(
     assert joined(MADE, fuse(EVERY, MADE.outputs), ORDER) == {2: 1, 4: 1}
 
 
-def test_what_a_gather_reads_in_a_wider_dtype_is_written_by_the_product_and_so_is_its_sum() -> None:
+def test_a_product_and_its_sum_are_written_wide_for_a_gather() -> None:
     narrow = operation("dot", 0, 0, shape=TABLE, tag=("merged",))._replace(dtype="bfloat16")
     every = (
         operation("input", shape=TABLE, tag=0),

@@ -28,7 +28,7 @@ def test_copies_and_kernels_of_several_results_have_tables() -> None:
     assert tables(made, kernels, alive) == arguments + results + copied + updates + sums
 
 
-def test_what_the_next_kernel_alone_reads_is_not_copied() -> None:
+def test_a_table_that_the_next_kernel_alone_reads_is_not_copied() -> None:
     every = (
         operation("input", shape=TABLE, tag=0),
         operation("dot", 0, 0, shape=TABLE),

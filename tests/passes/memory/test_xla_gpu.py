@@ -110,7 +110,7 @@ def test_a_kernel_lists_what_it_reads_for_what_it_takes_in_last() -> None:
     assert {k.operation: k for k in fuse((*arrays, taken_in, total), (4,))}[4].reads == (1, 0, 2)
 
 
-def test_what_was_summed_is_not_written_over_by_what_reads_the_sum() -> None:
+def test_summed_values_are_not_written_over_by_readers_of_the_sum() -> None:
     """A softmax: its exponents and their sum are read once more."""
     scores = [operation("input", shape=TABLE, tag=0), operation("dot", 0, 0, shape=TABLE, tag=MATRIX)]
     total = operation("reduce", 1, shape=TABLE[:1], name="reduce-sum")
@@ -127,7 +127,7 @@ def reduced(*operands: int, shape: tuple[int, ...] = TABLE, axes: str = "x") -> 
     return operation("collective", *operands, shape=shape, tag=("all_reduce", (axes,), "add"))
 
 
-def test_what_only_a_later_collective_sends_is_computed_while_an_earlier_one_is_under_way() -> None:
+def test_operands_of_a_later_collective_are_computed_behind_an_earlier_one() -> None:
     """The sum that is ready last goes first: the compiler works from the end, and meets the earliest sum there."""
     every = (
         operation("input", shape=TABLE, tag=0),
@@ -211,7 +211,7 @@ def test_all_gathers_of_any_dtype_are_sent_together_from_where_they_are() -> Non
     assert [operations[p].kind for p in place[2:]] == ["result", "result"]
 
 
-def test_what_is_held_at_the_peak_is_what_is_live_then() -> None:
+def test_holders_at_the_peak_add_up_to_its_bytes() -> None:
     layout = whole()
     step = GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0}
     for compiler in (xla_cpu.COMPILER, xla.Compiler(combine=combined, fuse=fuse, schedule=schedule)):

@@ -107,7 +107,7 @@ def test_zeros_between_elements_are_written() -> None:
         assert (1 in {kernel.operation for kernel in fuse(every, (2,))}) == is_written
 
 
-def test_what_normalises_is_computed_again_in_every_product_that_reads_it() -> None:
+def test_a_normalisation_is_computed_again_in_every_product_that_reads_it() -> None:
     every = (
         operation("input", shape=TABLE, tag=0),
         operation("reduce", 0, name="reduce-sum"),
@@ -145,7 +145,7 @@ def test_a_product_of_several_readers_is_kept_in_its_own_dtype() -> None:
     assert kernels == {0: (), 1: (0,), 3: (1,), 4: (1,)}
 
 
-def test_what_products_alone_read_of_a_gather_is_rounded_as_it_is_looked_up() -> None:
+def test_a_gather_for_products_alone_is_rounded_as_it_is_looked_up() -> None:
     """As features of neighbours in a graph network of float32."""
     rounded = operation("elementwise", 2, shape=TABLE, name="convert float32")._replace(dtype="bfloat16")
     every = (
@@ -161,7 +161,7 @@ def test_what_products_alone_read_of_a_gather_is_rounded_as_it_is_looked_up() ->
     assert {kernel.operation for kernel in fuse(wide, (4, 5))} == {0, 1, 4, 5}
 
 
-def test_what_is_gathered_from_is_in_memory_and_read_by_nothing_else() -> None:
+def test_an_array_gathered_from_is_written_and_read_by_nothing_else() -> None:
     """As logits of which each token's label is taken: softmax reads them as the product made them."""
     every = (
         narrow("input"),
@@ -193,7 +193,7 @@ def test_a_number_for_every_row_is_selected_and_rows_are_scattered() -> None:
 
 
 @pytest.mark.parametrize(("number", "is_there"), [(0.0, False), (None, True)])
-def test_what_is_scattered_into_one_number_is_written_with_it(number: float | None, is_there: bool) -> None:
+def test_an_array_of_one_number_is_written_by_its_scatter(number: float | None, is_there: bool) -> None:
     """As the gradient of an embedding; what is added to an array of other values needs that."""
     every = (
         operation("input", shape=TABLE, tag=0),
@@ -221,7 +221,7 @@ def test_one_kernel_scatters_to_the_choice_of_each_window(padding: int) -> None:
     assert len(kernels) == 1 + padding  # what was padded is cut off
 
 
-def test_what_is_small_has_no_place_beside_the_chip() -> None:
+def test_small_arrays_have_no_place_beside_the_chip() -> None:
     layout = whole()
     step = GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0}
     assert model_of(V5E)(*step).holders == ()
@@ -248,7 +248,7 @@ def test_two_cores_read_what_one_wrote_in_the_narrower_dtype() -> None:
     assert [kernel.operation for kernel in fuse((*an_input, *products), (2, 3), narrowed=True)] == [0, 2, 3]
 
 
-def test_what_a_gated_unit_makes_is_written_for_both_passes_by_two_cores() -> None:
+def test_results_of_a_gated_unit_are_written_for_both_passes_by_two_cores() -> None:
     """As of LLaMA on v5p: `up` and its product with `gate` are results of one kernel."""
     every = (
         narrow("input"),
@@ -269,7 +269,7 @@ def test_what_a_gated_unit_makes_is_written_for_both_passes_by_two_cores() -> No
     assert 6 not in {kernel.operation for kernel in fuse(residual, (7, 8, 9), narrowed=True)}
 
 
-def test_what_is_joined_is_computed_by_its_readers() -> None:
+def test_a_concatenation_is_computed_by_its_readers() -> None:
     """As the halves of a rotary embedding, of which XLA:CPU copies long rows."""
     half = (64, 48)
     every = (
@@ -313,7 +313,7 @@ def test_results_of_two_cores_lie_beside_the_chip_with_a_table_for_each_copy() -
     assert split.gaps_nbytes >= SPLIT_ALIGNMENT * (len(GRAPH.inputs) + len(GRAPH.outputs))
 
 
-def test_what_narrows_is_found_above_many_diamonds_at_once() -> None:
+def test_a_narrowing_above_many_diamonds_is_found_at_once() -> None:
     every = [narrow("input"), operation("dot", 0, 0, shape=TABLE), operation("reduce", 1, name="reduce-sum")]
     for _ in range(60):  # 2^60 ways up
         every.append(operation("elementwise", len(every) - 1 if len(every) > 3 else 1, 1, shape=TABLE, name="add"))

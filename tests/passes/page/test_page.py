@@ -13,10 +13,11 @@ import autopar
 from passes.errors import PlanningError
 from passes.inter_op import SCHEDULES, StageCost
 from passes.layers import layer_names
-from passes.page import html, page_data
+from passes.page import Measured, html, page_data
 from passes.page.blocks import blocks_of
 from passes.page.data import Pool
 from passes.page.html import SCRIPTS, asset
+from passes.page.measured import MeasuredSpan
 from passes.plan import Alternative, AnyPlan
 from passes.plan.account import alternatives_from_json
 from passes.plan.json import as_object
@@ -151,6 +152,17 @@ def test_scripts_are_short_and_have_short_functions() -> None:
         for start in starts:
             end = next(i for i in range(start, len(lines)) if lines[i] == "}")
             assert end - start < 60, lines[start]
+
+
+def test_measured_tasks_are_of_kinds_that_the_schedule_has() -> None:
+    """A plan of another schedule may be of the same program in as many stages."""
+    plan = make_pipeline()
+    span = MeasuredSpan(group=0, stage=0, microbatch=0, kind="forward", start_seconds=0.0, end_seconds=1.0)
+    measured = Measured(program=plan.fingerprint, shape=plan.shape, step_seconds=1.0, spans=(span,))
+    assert "forward" in html(plan, measured)
+    wrong = replace(measured, spans=(span, replace(span, kind="input_gradient")))
+    with pytest.raises(PlanningError, match=r"of kind 'input_gradient', and the plan's schedule has .*forward"):
+        html(plan, wrong)
 
 
 def test_a_notebook_shows_a_plan_as_its_page(tmp_path) -> None:

@@ -149,7 +149,7 @@ def test_an_interruption_keeps_what_was_searched_before():
     assert plan.step_seconds == 1.0
 
 
-def test_where_stages_do_not_pay_no_more_variants_are_searched():
+def test_no_more_variants_are_searched_if_stages_do_not_pay():
     """A plan without stages is faster, and what memory refuses would hardly be."""
     searches = Searches([(6.0, 4.5)])
     step = autopar.parallelize(step_of(scanned=False)).step(WEIGHTS, BATCH)

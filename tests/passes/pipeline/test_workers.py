@@ -54,7 +54,7 @@ def test_one_task_or_one_processor_needs_no_process():
         assert not alone.workers
 
 
-def test_what_a_task_raises_is_raised():
+def test_an_error_of_a_task_is_raised():
     with WorkerPool("tensors", 2) as pool, pytest.raises(ValueError, match="substring not found"):
         pool.call("index", [*TASKS, ("z",)])
 

@@ -169,7 +169,7 @@ def looped(primitive: str, trips: int) -> tuple[Graph, Layout]:
     return graph, Layout(inputs=(CUT, replicated(0)), placements=(placement,), outputs=(CUT,))
 
 
-def test_what_a_loop_brings_is_brought_in_every_iteration() -> None:
+def test_reshardings_inside_a_loop_count_in_every_iteration() -> None:
     graph, layout = looped("scan", 5)
     schedule = resharding_plan(graph, layout, RESHARDER)
     assert [len(before) for before in schedule.before] == [0, 0]

@@ -45,7 +45,7 @@ def test_two_batches_are_both_cut_where_they_share_a_scale(step: Any, planner: A
     assert not plan.collectives
 
 
-def test_what_centres_a_weight_stays_with_it():
+def test_the_mean_that_centres_a_weight_is_grouped_with_it():
     """A mean is small and computed, but of the weight itself: both are cut alike."""
 
     def step(weight: jax.Array, x: jax.Array) -> jax.Array:

@@ -93,7 +93,7 @@ def test_a_dtype_that_is_computed_in_another_has_its_peak() -> None:
     assert Estimate.of(replace(plan, flops={"float16": 1e12})).peak_flops_per_second == 156e12
 
 
-def test_what_an_earlier_plan_does_not_say_is_unknown() -> None:
+def test_figures_that_an_earlier_plan_lacks_are_none() -> None:
     plan = stage(computing={}, flops={})
     estimate = Estimate.of(pipeline(2, 2, plan=plan))
     assert (estimate.exposed_seconds, estimate.exposed_share, estimate.mfu) == (None, None, None)

@@ -96,7 +96,7 @@ def test_a_file_of_another_schema_names_both() -> None:
         PipelinePlan.from_json(data)
 
 
-def test_what_is_no_path_or_no_plan_is_named_with_the_call() -> None:
+def test_an_argument_that_is_no_path_or_plan_is_named_with_the_call() -> None:
     nothing: Any = None
     number: Any = 5
     with pytest.raises(PlanningError, match=r"^Plan\.save\(None\): a file goes by its path"):

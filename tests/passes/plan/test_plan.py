@@ -212,3 +212,7 @@ def refresh() -> None:
 
 if __name__ == "__main__":
     refresh()
+
+
+def test_a_plan_is_one_line_in_messages():
+    assert repr(make_plan()) == "<megatron 4x2 plan, data=4 x tensor=2>"

@@ -9,6 +9,7 @@ from passes.errors import OverBudgetError, PlanningError
 from passes.memory import margin_of
 from passes.planners import Auto, DataParallel, Megatron, Planner, PlanOptions, Zero
 from passes.planners.planner import limit_nbytes
+from passes.solver import SolverOptions
 from passes.step import Step
 from tests.passes.intra_op.small_step import STATE
 from tests.passes.intra_op.small_step import step as graph_of
@@ -63,3 +64,8 @@ def test_a_limit_leaves_free_what_an_accelerators_compiler_may_need_more(cluster
     assert named >= (1 + margin) * least.peak_nbytes > least.peak_nbytes
     planned = Auto(memory_limit=named).plan(STEP, machine).plan
     assert (1 + margin) * planned.peak_nbytes <= named
+
+
+def test_a_limit_that_nothing_keeps_is_refused_as_one_when_there_is_no_time() -> None:
+    with pytest.raises(OverBudgetError, match="the plan of least memory found needs"):
+        Auto(memory_limit=1, solver=SolverOptions(time_limit=0.0)).plan(STEP, CLUSTER)

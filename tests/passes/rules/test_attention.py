@@ -97,7 +97,7 @@ def test_heads_are_cut_as_the_keys_that_they_share() -> None:
     ids=["dropout", "pages"],
 )
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
-def test_what_is_computed_whole_says_why(name: str, options: dict[str, Any], reason: str) -> None:
+def test_attention_that_is_computed_whole_says_why(name: str, options: dict[str, Any], reason: str) -> None:
     whole = rule(name, **options)
     assert reason in whole.reason
     assert not whole.factors

@@ -37,7 +37,7 @@ def test_a_primitive_without_a_rule_is_replicated_for_its_reason(primitive: str,
     assert (rule.factors, rule.operands, rule.results, rule.reason) == ((), ((-1,),), ((-1,),), reason)
 
 
-def test_what_is_kept_of_a_graph_follows_a_rule_that_is_added_and_stays_at_home(
+def test_rules_kept_on_a_graph_follow_a_rule_that_is_added_and_are_not_pickled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     type = TensorType(shape=(4,), dtype="float32")

@@ -69,7 +69,7 @@ def _hard(size: int) -> tuple[LinearProgram, np.ndarray]:
     return program, -draw.integers(10, 100, size).astype(float)
 
 
-def test_what_a_signals_handler_raises_ends_a_search() -> None:
+def test_an_error_of_a_signal_handler_ends_a_search() -> None:
     """HiGHS calls Python while it branches, where it would drop what a handler raises."""
 
     def ring(number: int, frame: object) -> None:

@@ -107,7 +107,7 @@ def test_a_shared_resharding_is_paid_once():
 
 def test_no_legal_strategy_is_an_error():
     problem = ShardingProblem(seconds=(np.array([np.inf]),), edges=())
-    with pytest.raises(PlanningError, match="no legal strategy"):
+    with pytest.raises(PlanningError, match="no combination of strategies is legal"):
         solve(problem)
 
 
@@ -277,6 +277,15 @@ def test_a_budget_of_which_an_answer_needs_nothing():
         budgets=(Budget(nbytes={0: np.array([1.0, 0.0]), 1: np.array([0.0, 1.0])}, copies={}, limit=1.0),),
     )
     assert least_memory_choice(problem) == (1, 0)
+
+
+def test_the_least_memory_is_not_found_in_no_time():
+    """The error says so, and not that there is none."""
+    problem = ShardingProblem(
+        seconds=(np.zeros(2),), edges=(), budgets=(Budget(nbytes={0: np.array([1.0, 2.0])}, copies={}, limit=1.0),)
+    )
+    with pytest.raises(PlanningError, match="within 0 s; give SolverOptions a longer time_limit="):
+        least_memory_choice(problem, SolverOptions(time_limit=0.0))
 
 
 def test_a_problem_without_nodes_is_solved_to_its_optimum():

@@ -128,7 +128,7 @@ def test_a_sum_that_is_dearer_to_each_reader_may_be_cheaper_to_both():
     assert without_dominated(problem).evaluate((0, 0, 0)) == brute_force(problem) == 51
 
 
-def test_what_the_first_reader_saves_may_cost_the_next_more():
+def test_a_sum_that_one_reader_prefers_may_cost_the_next_more():
     """Reduced to b, a sum takes 100 to c; reduced to a, for a reader that then takes 11 more, it takes 1."""
     seconds = np.full((5, 5), 10.0)
     seconds[1, 2], seconds[0, 2] = 100, 1

@@ -35,7 +35,7 @@ def walked(graph: Graph) -> BatchWalk:
     return walk
 
 
-def test_what_goes_on_with_a_sum_alone_waits_for_all_of_it() -> None:
+def test_readers_of_a_sum_alone_wait_for_all_of_it() -> None:
     assert made_of_sums(walked(normalised())) == {2, 3, 4}
 
 
@@ -43,7 +43,7 @@ def test_sums_are_added_up_in_the_wider_dtype() -> None:
     assert not made_of_sums(walked(normalised("float64")))
 
 
-def test_what_makes_less_of_a_sum_waits_with_what_makes_more() -> None:
+def test_readers_that_shrink_a_sum_wait_with_those_that_do_not() -> None:
     """The sum is added up for one reader, and costs nothing for the other."""
     graph = normalised()
     dot = Node(primitive="mul", inputs=(3, 2), outputs=(7,), scope="transpose(jvp())")
@@ -54,7 +54,7 @@ def test_what_makes_less_of_a_sum_waits_with_what_makes_more() -> None:
 
 
 @pytest.mark.parametrize("outputs", [(6, 7), (7,)], ids=["no more bytes", "fewer bytes"])
-def test_what_shrinks_a_sum_stays_in_the_microbatch(outputs: tuple[int, ...]) -> None:
+def test_readers_that_shrink_a_sum_stay_in_the_microbatch(outputs: tuple[int, ...]) -> None:
     graph = normalised()
     summed = Node(primitive="reduce_sum", inputs=(6,), outputs=(7,), params={"axes": (0,)}, scope="transpose(jvp())")
     types = (*graph.types, TensorType(shape=(), dtype="float32"))

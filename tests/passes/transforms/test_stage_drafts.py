@@ -33,7 +33,7 @@ def test_a_cotangent_never_waits_for_a_later_stage(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_a_stage_receives_one_other_sends(seed: int) -> None:
+def test_values_that_a_stage_receives_are_sent_by_one_other(seed: int) -> None:
     graph, _, firsts, stages = made(seed)
     loop = LoopDrafts(graph, firsts)
     for at, draft in enumerate(loop.drafts):
