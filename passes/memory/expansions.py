@@ -14,7 +14,7 @@ from passes.memory.operations import Operations, is_number
 
 
 def divided(operations: Operations, node: Node, operands: Sequence[int], results: Sequence[TensorType]) -> list[int]:
-    """The operations of a quotient; by something known it is a product, and so is the first by a broadcast array."""
+    """The operations of a quotient: a product by something known, and but on GPUs the first by what is broadcast."""
     (type,), (above, below) = results, operands
     if "float" not in type.dtype:
         return [operations.elementwise("divide", operands, type, expensive=operations.number(below) is None)]
@@ -23,7 +23,7 @@ def divided(operations: Operations, node: Node, operands: Sequence[int], results
             return [operations.broadcast(above, type.shape)]
         return [operations.elementwise("multiply", (above, operations.literal(("1/", number), type.dtype)), type)]
     spread = operations[at := operations.broadcast(below, type.shape)]
-    is_product = spread.kind == "broadcast" and operations.number(above) is None
+    is_product = operations.compiler != "gpu" and spread.kind == "broadcast" and operations.number(above) is None
     if not is_product or operations.divided.setdefault(at, above) != above:
         return [operations.elementwise("divide", operands, type, expensive=True)]
     narrow = TensorType(shape=operations[spread.operands[0]].shape, dtype=type.dtype)

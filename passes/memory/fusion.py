@@ -34,6 +34,7 @@ class Kernel:
     `reads` are the operations that it reads from memory, `over` those of them that it may write its result over.
     `readers` are the kernels that read what it writes, in the order in which they are told that it is there. One that
     `is_fused` has more than one operation. Kernels of the same operations `joint` are one, which writes all of those.
+    One `by_rows` is a kernel of Triton's (passes/memory/gpu_softmax.py).
     """
 
     operation: int
@@ -42,6 +43,7 @@ class Kernel:
     readers: tuple[int, ...] = ()
     is_fused: bool = False
     joint: tuple[int, ...] = ()
+    by_rows: bool = False
 
 
 def fuse(operations: Sequence[Operation], outputs: Iterable[int]) -> tuple[Kernel, ...]:

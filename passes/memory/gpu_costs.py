@@ -1,7 +1,8 @@
 """The time of kernels and collectives, as the scheduler of XLA's GPU compiler estimates it.
 
 For Hopper and newer it has estimates in microseconds: of kernels by the bytes that they read and write, of products by
-a table of measurements, of collectives by another. For what came before it has none, and hides no latency.
+a table of measurements, of collectives by another; Triton's kernels of rows take hardly any. For what came before it
+has none, and hides no latency.
 
 Reference: XLA's SolLatencyEstimator, MatmulInterpolator and CollectiveInterpolator, as of jaxlib 0.10. The numbers here
 were fitted to what SolLatencyEstimator logs of the steps of `benchmarks.compilers` on eight H100: most products are
@@ -60,7 +61,8 @@ def microseconds(joint: Sequence[Kernel], operations: Sequence[Operation]) -> fl
         return _product_microseconds(operation, operations)
     if operation.name == "convolution":
         return LIBRARY_MICROSECONDS
-    if operation.kind == "loop" or (operation.kind, operation.name) == ("opaque", COPY):
+    is_copy = operation.kind == "opaque" and operation.name in ("copy", COPY)
+    if operation.kind == "loop" or joint[0].by_rows or is_copy:
         return KERNEL / 100
     if (operation.kind, operation.name) == ("opaque", "slice"):
         return 2 * operation.nbytes / NBYTES_PER_MICROSECOND

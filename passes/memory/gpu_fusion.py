@@ -13,6 +13,7 @@ Reference: XLA's PriorityFusion and GpuPerformanceModel, as of jaxlib 0.10.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from passes.memory.fusion import Kernel
 from passes.memory.gpu_cycles import H100, Arithmetic
@@ -34,7 +35,10 @@ def fuse(
     placed = frozenset(outputs)
     fusion = _Fusion(operations, placed, arithmetic)
     contents = fusion.decide()
-    kernels = kernels_of(operations, fusion.written, as_listed=True)
+    kernels = [
+        replace(kernel, by_rows=kernel.operation in fusion.rows)
+        for kernel in kernels_of(operations, fusion.written, as_listed=True)
+    ]
     return joined(operations, kernels, placed, fusion.apart | fusion.rows, fusion.times, contents)
 
 
@@ -62,9 +66,10 @@ class _Fusion:
                     self.places.add(operation.operands[0])
         self.sums = self._sums()
         self.begun = begun_by(operations, self.readers)
-        self.in_rows = frozenset((*self.begun, *self.begun.values()))
+        self.in_rows = frozenset(self.begun)
         self.written = bytearray(len(operations))
-        self.apart, self.rows = apart(operations, self.readers), set[int]()
+        self.apart, self.row_sums = apart(operations, self.readers, self.begun)
+        self.rows = set[int]()
         self.times = Times(operations, arithmetic)
         self.draws = any(operation.name == DRAWN for operation in operations)
 
@@ -79,7 +84,7 @@ class _Fusion:
     def decide(self) -> Mapping[int, Contents]:
         """The kernels by what they write, once it is decided of every operation whether that is written to memory."""
         begin = (i for i, o in enumerate(self.operations) if self.needed[i] and o.kind != "literal")
-        kernels = Priorities(self.times, self.readers, begin, self._may_be_fused).run()
+        kernels = Priorities(self.times, self.readers, begin, self.begun, self.row_sums, self._may_be_fused).run()
         for root, contents in kernels.items():
             self.written[root] = True
             if not self.in_rows.isdisjoint(contents.inside):
@@ -89,7 +94,8 @@ class _Fusion:
     def _may_be_fused(self, index: int, roots: Collection[int], kernels: Mapping[int, Contents]) -> bool:
         """Whether an operation may be computed by all kernels that read it."""
         operation = self.operations[index]
-        if operation.kind not in FUSIBLE or index in self.outputs or index in self.places:
+        is_row_sum = index in self.row_sums and not self.in_rows.isdisjoint(kernels[index].inside)
+        if not (operation.kind in FUSIBLE or is_row_sum) or index in self.outputs or index in self.places:
             return False
         if index in self.apart or self.is_fixed[index] or (len(roots) > OPERANDS and operation.size == 1):
             return False

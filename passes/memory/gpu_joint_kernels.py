@@ -51,11 +51,48 @@ def joined(
     contents: Mapping[int, Contents],
 ) -> tuple[Kernel, ...]:
     """The kernels, with those that are one, by what they write; those `alone` are kernels of Triton. What each computes
-    and reads is in `contents`.
+    and reads is in `contents`. What only kernels read that are one with the one that makes it is not written.
     """
+    outputs = frozenset(outputs)
     groups = _Groups(operations, kernels, outputs, frozenset(alone), times, contents).run()
-    members = {made: tuple(sorted(group)) for group in groups for made in group}
-    return tuple([replace(k, joint=members[k.operation]) if k.operation in members else k for k in kernels])
+    group_of = {made: group for group in groups for made in group}
+    inside = _inside(kernels, group_of, outputs)
+    joint: list[Kernel] = []
+    for kernel in kernels:
+        if kernel.operation in inside:
+            continue
+        if (group := group_of.get(kernel.operation)) is not None:
+            written = tuple(sorted(made for made in group if made not in inside))
+            kernel = _without(replace(kernel, joint=written if len(written) > 1 else ()), inside)
+        joint.append(kernel)
+    return tuple(joint)
+
+
+def _inside(
+    kernels: Sequence[Kernel], group_of: Mapping[int, Sequence[int]], outputs: frozenset[int]
+) -> dict[int, Kernel]:
+    """The kernels, by what they make, whose arrays others of the same group alone read: those are not written."""
+    readers: dict[int, list[int]] = {}
+    for kernel in kernels:
+        for read in kernel.reads:
+            readers.setdefault(read, []).append(kernel.operation)
+    return {
+        kernel.operation: kernel
+        for kernel in kernels
+        if (group := group_of.get(kernel.operation)) is not None
+        and kernel.operation not in outputs
+        and kernel.operation in readers
+        and all(group_of.get(reader) is group for reader in readers[kernel.operation])
+    }
+
+
+def _without(kernel: Kernel, inside: Mapping[int, Kernel]) -> Kernel:
+    """A kernel that computes what is inside: it reads what is read for that, and may write over it as that might."""
+    reads, over = list(kernel.reads), set(kernel.over)
+    while made := [read for read in reads if read in inside]:
+        over = {o for o in over if o not in made} | {o for m in made if m in over for o in inside[m].over}
+        reads = list(dict.fromkeys(o for read in reads for o in (inside[read].reads if read in inside else (read,))))
+    return replace(kernel, reads=tuple(reads), over=tuple([read for read in reads if read in over]))
 
 
 class _Groups:

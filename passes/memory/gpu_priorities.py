@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from passes.memory.gpu_times import FUSIBLE, SUM, Times
@@ -38,13 +38,15 @@ class Contents:
     """The operations and arrays of a root's kernel.
 
     `inside` are its operations from the last to the first, `reads` how many times of each array it reads, and `uses`
-    for which of its operations, each of which it computes `times`. A `version` is counted when it changes.
+    for which of its operations, each of which it computes `times`; it reads what is `turned` in another order of its
+    dimensions. A `version` is counted when it changes.
     """
 
     inside: list[int]
     work: float = 0.0
     nbytes: float = 0.0
     turn: int = 0
+    turned: frozenset[int] = frozenset()
     version: int = 0
     reads: dict[int, float] = field(default_factory=dict[int, float])
     uses: dict[int, Roots] = field(default_factory=dict[int, Roots])
@@ -54,7 +56,9 @@ class Contents:
 class Priorities:
     """The kernels by root, while operations are fused; `readers` are the kernels that read each.
 
-    `may_fuse` says of an operation whether it may be computed by the kernels that read it.
+    Some begin with more than their root: `inside` has what. They are Triton's, which keeps a row while it works on it,
+    so all of this is as if on elements, and so are `row_sums` and what is spread of these over rows. `may_fuse` says of
+    an operation whether it may be computed by the kernels that read it.
     """
 
     def __init__(
@@ -62,19 +66,39 @@ class Priorities:
         times: Times,
         readers: Sequence[Sequence[int]],
         roots: Iterable[int],
+        inside: Mapping[int, Sequence[int]],
+        row_sums: Collection[int],
         may_fuse: Callable[[int, Collection[int], Mapping[int, Contents]], bool],
     ) -> None:
         self.times, self.operations, self.may_fuse = times, times.operations, may_fuse
         self.launch_nbytes = times.arithmetic.launch_nbytes
         self.is_on_elements = [o.kind in ELEMENTWISE and o.name != SUM for o in self.operations]
-        self.kernels = {root: Contents([root]) for root in roots}
-        self.readers = {root: dict.fromkeys(readers[root]) for root in self.kernels}
+        begun = {o: root for root, made in inside.items() for o in made}
+        for o in (*begun, *row_sums, *self._spread(row_sums, readers)):
+            self.is_on_elements[o] = True
+        self.kernels = {
+            root: Contents(sorted((root, *inside.get(root, ())), reverse=True)) for root in roots if root not in begun
+        }
+        self.readers = {root: dict.fromkeys([begun.get(r, r) for r in readers[root]]) for root in self.kernels}
         self.pairs: dict[tuple[int, int], tuple[int, int, float]] = {}
         self.gains: dict[int, float] = {}
         self.queue: list[tuple[float, int]] = []
         for root in self.kernels:
             if self.operations[root].kind in TAKES_IN:
                 self._count(root)
+
+    def _spread(self, sums: Collection[int], readers: Sequence[Sequence[int]]) -> Iterator[int]:
+        """The broadcasts of what is made of sums, one number for each."""
+        pending, seen = list(sums), set(sums)
+        while pending:
+            index = pending.pop()
+            for reader in readers[index]:
+                operation = self.operations[reader]
+                if operation.kind == "broadcast":
+                    yield reader
+                elif operation.kind in (*ELEMENTWISE, "bitcast") and reader not in seen:
+                    seen.add(reader)
+                    pending.append(reader)
 
     def run(self) -> dict[int, Contents]:
         """The kernels that are left when nothing gains any more."""
@@ -129,13 +153,15 @@ class Priorities:
         contents, operations, times = self.kernels[root], self.operations, self.times
         works, turns = times.works, times.turns
         uses: dict[int, Roots] = {root: frozenset((root,))}
-        often, work, turn = {root: 1.0}, 0.0, 0
+        often, work, turn, turned = {root: 1.0}, 0.0, 0, set[int]()
         for index in contents.inside:
             mine = uses.pop(index)
             total = _total(often, mine)
             work += works[index] * total
             turn = max(turn, turns[index])
             operands = operations[index].operands
+            if turns[index] or index in turned:
+                turned.update(operands)
             if self.is_on_elements[index]:
                 for o in operands:
                     uses[o] = uses[o] | mine if o in uses else mine
@@ -145,9 +171,10 @@ class Priorities:
                 often[o] = often.get(o, 0.0) + total * self._share(index, o)
         contents.work, contents.turn, contents.uses, contents.times = work, turn, uses, often
         contents.reads = {o: _total(often, by) for o, by in uses.items()}
+        contents.turned = frozenset(turned.intersection(uses))
         contents.version += 1
         written = times.wholes[root] + self._again_nbytes(contents)
-        contents.nbytes = times.nbytes(root, work, contents.reads, written, turn)
+        contents.nbytes = times.nbytes(root, work, contents.reads, written, turn, contents.turned)
 
     def _share(self, index: int, operand: int) -> float:
         """The times of an operand that an operation reads."""
@@ -180,7 +207,8 @@ class Priorities:
             else:
                 reads[o] = total * often
         work, turn = contents.work + fused.work * often, max(contents.turn, fused.turn)
-        nbytes = self.times.nbytes(reader, work, reads, self.times.wholes[reader], turn)
+        turned = contents.turned | (fused.reads.keys() if root in contents.turned else fused.turned)
+        nbytes = self.times.nbytes(reader, work, reads, self.times.wholes[reader], turn, turned)
         self.pairs[root, reader] = (fused.version, contents.version, nbytes)
         return nbytes
 

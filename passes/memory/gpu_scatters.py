@@ -2,18 +2,23 @@
 
 So the transpose of max-pooling scatters into zeros of the shape of its images, and where a rectifier before it compares
 with zeros of that shape, these are the same: they have to be in memory for the scatter, and so they are from the first
-kernel that reads them on. That is in the forward pass.
+kernel that reads them on. That is in the forward pass. As zeros are chosen behind the scatter again, it writes over a
+copy of them, which is made before there is what is scattered.
 
 Reference: AlgebraicSimplifierVisitor::HandleSlice of xla/hlo/transforms/simplifiers/algebraic_simplifier.cc, HloCSE,
-and what `xla_dump_to` has of Wide-ResNet on eight H100 and A100: `loop_broadcast_maximum_fusion`, as of jaxlib 0.10.
+CopyInsertion before kernels have an order, and what `xla_dump_to` has of Wide-ResNet on eight H100 and A100:
+`loop_broadcast_maximum_fusion`, as of jaxlib 0.10.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
+from passes.memory.device_program import DeviceProgram
+from passes.memory.fusion import Kernel
 from passes.memory.operations import Operation, Shape
 from passes.memory.windows import HEAD
 
@@ -63,3 +68,35 @@ def added(operations: Sequence[Operation], outputs: Sequence[int]) -> list[Opera
         if first != index and operations[first].shape == operation.shape:
             changed[index] = operation._replace(kind="elementwise", operands=(into, first), tag="add")
     return changed
+
+
+def with_copies(program: DeviceProgram, kernels: Sequence[Kernel]) -> tuple[DeviceProgram, Sequence[Kernel]]:
+    """The program and its kernels, in which a scatter writes over a copy of what a kernel behind it reads."""
+    operations, by_operation = list(program.operations), {kernel.operation: kernel for kernel in kernels}
+    readers: dict[int, list[int]] = {}
+    for kernel in kernels:
+        for read in kernel.reads:
+            readers.setdefault(read, []).append(kernel.operation)
+    for kernel in kernels:
+        scatter = operations[kernel.operation]
+        target = scatter.operands[0] if scatter.kind == "reduce" and scatter.name.startswith("scatter") else -1
+        others = {reader for reader in readers.get(target, ()) if reader != kernel.operation}
+        if not others or operations[target].kind == "input" or others.isdisjoint(_behind(kernel.operation, readers)):
+            continue
+        copy = len(operations)
+        operations.append(operations[target]._replace(kind="opaque", operands=(target,), value=-1, tag=("copy", copy)))
+        operations[kernel.operation] = scatter._replace(operands=(copy, *scatter.operands[1:]))
+        by_operation[copy] = Kernel(operation=copy, reads=(target,), over=())
+        reads, over = (tuple([copy if o == target else o for o in read]) for read in (kernel.reads, kernel.over))
+        by_operation[kernel.operation] = replace(kernel, reads=reads, over=over)
+    return replace(program, operations=tuple(operations)), tuple(by_operation.values())
+
+
+def _behind(operation: int, readers: Mapping[int, Sequence[int]]) -> set[int]:
+    """The operations of all kernels that must run after that of this one."""
+    behind, pending = set[int](), [operation]
+    while pending:
+        new = [reader for reader in readers.get(pending.pop(), ()) if reader not in behind]
+        behind.update(new)
+        pending.extend(new)
+    return behind

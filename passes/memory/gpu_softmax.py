@@ -1,10 +1,12 @@
 """The rows from which their maximum or mean is taken away, which XLA's GPU compiler writes by a Triton kernel.
 
 A softmax and a normalisation begin so: the kernel reads a row once, finds its maximum and subtracts it. It does not add
-up the parts of a product: their sum is written for it. Kernels of the same kind may compute the rows again, as long as
-they do what Triton does: work on elements, and sums and maxima along rows. Where another kernel needs it, it is
-written: one that picks the label of each row, as cross-entropy does, scatters or adds up all rows at once. Logits are
-then in memory in the dtype of the loss, from the forward pass to their gradient.
+up the parts of a product: their sum is written for it. Kernels of the same kind may compute the rows again, and find
+the maximum again, as long as they do what Triton does: work on elements, and sums and maxima along rows, which are made
+where they are read if that takes no longer. So a softmax is one kernel, and its gradient another; the sum that both
+need is written. Where another kernel needs the rows, they are written: one that picks the label of each row, as cross-
+entropy does, scatters or adds up all rows at once. Logits are then in memory in the dtype of the loss, from the forward
+pass to their gradient.
 
 Reference: SoftmaxRewriterTriton (xla/service/gpu/transforms/softmax_rewriter_triton.cc), which found no row faster to
 compute without it in any program tried; PriorityFusion's CanFuseTriton; jaxlib 0.10.
@@ -12,7 +14,7 @@ compute without it in any program tried; PriorityFusion's CanFuseTriton; jaxlib 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 from passes.memory.gpu_blocks import ADDED
@@ -21,58 +23,66 @@ from passes.memory.operations import ELEMENTWISE, Operation, Shape
 VIEWS = frozenset({"bitcast", "transpose"})
 
 
-def apart(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> frozenset[int]:
-    """The operations that end a kernel of Triton's, since some reader of theirs is no part of one.
+def apart(
+    operations: Sequence[Operation], readers: Sequence[Sequence[int]], begun: Collection[int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """The operations that end a kernel of Triton's, since some reader of theirs is no part of one; and the sums and
+    maxima of rows that such kernels make, which those that read them may make as well.
 
-    `readers` are those of every operation that some output needs.
+    `readers` are those of every operation that some output needs, `begun` begin a kernel.
     """
-    if not (begun := begun_by(operations, readers)):
-        return frozenset()
+    if not begun:
+        return frozenset(), frozenset()
     picked = _picked(operations, readers)
-    ends, rows = set[int](), set(begun)
+    ends, sums, rows = set[int](), set[int](), set(begun)
     for index in range(min(begun), len(operations)):
         if index not in rows:
             continue
-        behind = readers[index]
-        if operations[index].kind in ELEMENTWISE and not all(
-            _is_triton(operations, readers, picked, o) for o in behind
-        ):
-            ends.add(index)
-        else:
+        behind, kind = readers[index], operations[index].kind
+        if kind in VIEWS or all(_is_triton(operations, readers, picked, o) for o in behind):
+            sums.update(o for o in behind if operations[o].kind == "reduce")
             rows.update(o for o in behind if operations[o].kind in ELEMENTWISE | VIEWS)
-    return frozenset(ends)
+        else:
+            ends.add(index)
+    fused = (s for s in sums if all(_is_triton(operations, readers, picked, o) for o in (s, *readers[s])))
+    return frozenset(ends), frozenset(fused)
 
 
-def begun_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The operations that take the maximum or the mean of rows from them -> what finds that."""
+def begun_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """The operations that take the maximum or the mean of rows from them -> what that is made by, from the last to the
+    first.
+    """
     roots = (i for i, o in enumerate(operations) if o.name == "subtract")
-    begun = {root: _found_by(operations, readers, root) for root in roots}
-    return {root: reduce for root, reduce in begun.items() if reduce >= 0}
+    begun = {root: _made_by(operations, readers, root) for root in roots}
+    return {root: inside for root, inside in begun.items() if inside}
 
 
-def _found_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]], root: int) -> int:
-    """The maximum or the mean of rows that an operation takes from each, both read for this alone; else -1."""
+def _made_by(operations: Sequence[Operation], readers: Sequence[Sequence[int]], root: int) -> tuple[int, ...]:
+    """The operations that make the maximum or the mean of rows that one takes from each, for this alone; else ()."""
     if len(operations[root].operands) != 2:
-        return -1
+        return ()
     minuend, subtrahend = operations[root].operands
-    broadcast = _before(operations, readers, subtrahend, "broadcast")
-    if broadcast < 0 or len(readers[broadcast]) > 1:
-        return -1
-    spread = operations[broadcast]
+    spreading = _before(operations, readers, subtrahend, "broadcast")
+    if not spreading or len(readers[spreading[-1]]) > 1:
+        return ()
+    spread = operations[spreading[-1]]
     if len(spread.shape) - 1 in cast("Shape", spread.tag):
-        return -1
-    reduce = _before(operations, readers, spread.operands[0], "reduce")
-    if reduce < 0 or len(readers[reduce]) > 1 or operations[reduce].name not in ("reduce-max", "reduce-sum"):
-        return -1
-    (rows,) = operations[reduce].operands
-    _, reduced = cast("tuple[str, Shape]", operations[reduce].tag)
+        return ()
+    reducing = _before(operations, readers, spread.operands[0], "reduce")
+    if not reducing:
+        return ()
+    reduce = operations[reducing[-1]]
+    if len(readers[reducing[-1]]) > 1 or reduce.name not in ("reduce-max", "reduce-sum"):
+        return ()
+    (rows,) = reduce.operands
+    _, reduced = cast("tuple[str, Shape]", reduce.tag)
     if tuple(reduced) != (len(operations[rows].shape) - 1,):
-        return -1
+        return ()
     while minuend != rows and _is_view(operations[minuend]):
         (minuend,) = operations[minuend].operands
     while minuend != rows and _is_view(operations[rows]):
         (rows,) = operations[rows].operands
-    return reduce if minuend == rows else -1
+    return (*spreading, *reducing) if minuend == rows else ()
 
 
 def _is_view(operation: Operation) -> bool:
@@ -80,15 +90,21 @@ def _is_view(operation: Operation) -> bool:
     return operation.kind == "bitcast" or operation.is_conversion
 
 
-def _before(operations: Sequence[Operation], readers: Sequence[Sequence[int]], index: int, kind: str) -> int:
-    """The operation of a kind that one follows from alone, by others that nothing else reads; -1 if there is none."""
+def _before(
+    operations: Sequence[Operation], readers: Sequence[Sequence[int]], index: int, kind: str
+) -> tuple[int, ...]:
+    """An operation and what it follows from alone, by others that nothing else reads, up to the first of a kind; () if
+    there is none.
+    """
+    met = [index]
     while operations[index].kind != kind:
         operation = operations[index]
         read = [o for o in operation.operands if not _is_number(operations, o)]
         if operation.kind not in (*ELEMENTWISE, "bitcast") or len(read) != 1 or len(readers[index]) > 1:
-            return -1
+            return ()
         (index,) = read
-    return index
+        met.append(index)
+    return tuple(met)
 
 
 def _is_number(operations: Sequence[Operation], index: int) -> bool:

@@ -12,7 +12,7 @@ LLaMA and BERT on A100 and H100 are met to four digits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import cast
 
@@ -75,21 +75,28 @@ class Times:
         self.rates: dict[tuple[int, bool], tuple[Rates, float]] = {}
 
     def nbytes(
-        self, root: int, work: float, read: Mapping[int, float], written_nbytes: int, turn: int = Turn.NONE
+        self,
+        root: int,
+        work: float,
+        read: Mapping[int, float],
+        written_nbytes: int,
+        turn: int = Turn.NONE,
+        turned: Collection[int] = (),
     ) -> float:
         """The bytes that memory moves in the time of a kernel with the blocks of this root, of so much work, which
-        reads so many times of each array, and turns some.
+        reads so many times of each array, and turns those that are `turned`: a sum does so element by element.
         """
         items, wholes, l1_nbytes = self.items, self.wholes, self.arithmetic.l1_nbytes
         narrow = self.operations[root].kind == "reduce" and any(items[o] < WIDE for o in read)
         rates, idle = self._rates(root, narrow)
+        by_elements = turned if self.operations[root].kind == "reduce" else ()
         total = 0.0
         for o, times in read.items():
             whole = wholes[o]
             if times > 1.0:
                 again = rates.near if whole < l1_nbytes else rates.far
                 total += whole * (rates.first + (times - 1.0) * again)
-            elif turn == Turn.LOOP and times == 1.0 and self.sizes[o] > 1:
+            elif (turn == Turn.LOOP or o in by_elements) and times == 1.0 and self.sizes[o] > 1:
                 total += whole * rates.first * (SECTOR_NBYTES // items[o])
             else:
                 total += whole * rates.first * times

@@ -58,15 +58,19 @@ def lifetimes(
     stored: Callable[[Operation], int] = elements_nbytes,
     *,
     copies_late: bool = False,
+    over_views: bool = False,
+    ends_late: bool = False,
 ) -> Lifetimes:
     """The lifetimes of all buffers; in a loop's body, output `o` is written over input `carried[o]` (positions of
     both).
 
     What lies where an output is written is copied if some kernel reads it that need not run before; if `copies_late`,
-    in the `order` of kernels, only if it does not run before.
+    in the `order` of kernels, only if it does not run before. Kernels that write `over_views` write over what they read
+    in another shape, too. If collectives end late (`ends_late`), what they send is there until they do.
     """
     order = schedule(program, kernels) if order is None else order
-    return _Allocation(program, kernels, carried, order, stored, copies_late=copies_late).run()
+    how = {"copies_late": copies_late, "over_views": over_views, "ends_late": ends_late}
+    return _Allocation(program, kernels, carried, order, stored, **how).run()
 
 
 def schedule(program: DeviceProgram, kernels: Sequence[Kernel]) -> list[int]:
@@ -108,9 +112,11 @@ class _Allocation:
         stored: Callable[[Operation], int],
         *,
         copies_late: bool,
+        over_views: bool,
+        ends_late: bool,
     ) -> None:
         self.operations, self.inputs, self.outputs = program.operations, program.inputs, program.outputs
-        self.order, self.stored, self.copies_late = order, stored, copies_late
+        self.order, self.stored, self.copies_late, self.over_views = order, stored, copies_late, over_views
         self.kernels = {kernel.operation: kernel for kernel in kernels}
         self.at = {operation: position for position, operation in enumerate(self.order)}
         self.names: dict[int, int] = {}
@@ -120,6 +126,8 @@ class _Allocation:
             for read in self.kernels[operation].reads:
                 self.readers.setdefault(self.names[read], []).append(operation)
         self.last = {name: self._end(readers[-1]) for name, readers in self.readers.items()}
+        if ends_late:
+            self._send_long()
         self.placed = self._placed({self.names[output] for output in program.outputs})
         self.copied = self._copied({self.names[program.outputs[o]]: program.inputs[i] for o, i in carried.items()})
 
@@ -127,6 +135,19 @@ class _Allocation:
         described, reads = self.operations[operation], self.kernels[operation].reads
         renamed = described.kind == "part" or (described.kind == "bitcast" and reads == described.operands)
         return self.names[described.operands[0]] if renamed else operation
+
+    def _send_long(self) -> None:
+        """Has collectives end when what they make is read first: until then there is what they send."""
+        for operation in self.order:
+            if self.operations[operation].kind == "collective":
+                end = self._first_read(operation) - 1
+                for read in self.kernels[operation].reads:
+                    self.last[self.names[read]] = max(self.last[self.names[read]], end)
+
+    def _first_read(self, operation: int) -> int:
+        """The kernel that first reads an array, or one of its parts."""
+        reads = ((r, self.operations[r].kind == "result") for r in self.readers.get(operation, ()))
+        return min((self._first_read(r) if part else self.at[r] for r, part in reads), default=len(self.order))
 
     def _placed(self, returned: set[int]) -> set[int]:
         """The operations written where outputs belong: outputs, and what they overwrite that nothing else reads."""
@@ -142,7 +163,7 @@ class _Allocation:
     def _copied(self, carried: Mapping[int, int]) -> list[int]:
         """The carries that are copied first, since some reader does not run before their new value is written."""
         readers = {before: self.readers.get(before, ()) for before in carried.values()}
-        runs_before = self._by_order if self.copies_late else self._by_need(readers)
+        runs_before = self._by_order if self.copies_late else _by_need(self.order, self.kernels, readers)
         copied: list[int] = []
         for after, before in carried.items():
             if after == before:  # what does not change stays where it is
@@ -157,18 +178,6 @@ class _Allocation:
     def _by_order(self, reader: int, after: int) -> bool:
         """Whether one kernel runs before another, or is one with it."""
         return self.at[reader] < self.at[after] or after in self.kernels[reader].joint
-
-    def _by_need(self, readers: Mapping[int, Sequence[int]]) -> Callable[[int, int], bool]:
-        """The function that says of one of the readers of carries whether another kernel needs it."""
-        marked = dict.fromkeys(reader for readers_of_value in readers.values() for reader in readers_of_value)
-        bits = {reader: 1 << position for position, reader in enumerate(marked)}
-        behind: dict[int, int] = {}
-        for operation in self.order:
-            mask = bits.get(operation, 0)
-            for read in self.kernels[operation].reads:
-                mask |= behind[read]
-            behind[operation] = mask
-        return lambda reader, after: bool(behind[after] & bits[reader])
 
     def run(self) -> Lifetimes:
         """Every buffer, from the first kernel that writes it to the last that reads it."""
@@ -269,13 +278,18 @@ class _Allocation:
                 return holder
         return operation
 
+    def _lies(self, operation: int) -> tuple[object, ...]:
+        """The dtype and the shape of an array, or its elements alone where kernels write over other views."""
+        described = self.operations[operation]
+        return described.dtype, described.size if self.over_views else described.shape
+
     def _is_passed_on(self, operation: int) -> bool:
         """Whether a loop reads an array, and has it under another name after it."""
         return any(self.operations[reader].kind == "loop" for reader in self.readers.get(operation, ()))
 
     def _over(self, operation: int) -> list[int]:
-        """The operands of its own shape and dtype that an operation may be written over: none that another of kernels
-        that are one reads elsewhere than where it writes.
+        """The operands that lie as an operation and that it may be written over: none that another of kernels that are
+        one reads elsewhere than where it writes.
         """
         described, kernel = self.operations[operation], self.kernels[operation]
         if described.kind in ("carry", "update"):
@@ -284,13 +298,24 @@ class _Allocation:
             others = [self.kernels[o] for o in kernel.joint]
             read = {o for other in others for o in other.reads if o not in other.over}
             over = [o for o in kernel.over if o not in read and not self._is_passed_on(o)]
-        return [
-            o
-            for o in over
-            if (self.operations[o].shape, self.operations[o].dtype) == (described.shape, described.dtype)
-        ]
+        return [o for o in over if self._lies(o) == self._lies(operation)]
 
 
 def _maker(operation: Operation, index: int) -> int:
     """The operation whose kernel writes a result."""
     return operation.operands[0] if operation.kind == "result" else index
+
+
+def _by_need(
+    order: Sequence[int], kernels: Mapping[int, Kernel], readers: Mapping[int, Sequence[int]]
+) -> Callable[[int, int], bool]:
+    """The function that says of one of the readers of carries whether another kernel needs it."""
+    marked = dict.fromkeys(reader for readers_of_value in readers.values() for reader in readers_of_value)
+    bits = {reader: 1 << position for position, reader in enumerate(marked)}
+    behind: dict[int, int] = {}
+    for operation in order:
+        mask = bits.get(operation, 0)
+        for read in kernels[operation].reads:
+            mask |= behind[read]
+        behind[operation] = mask
+    return lambda reader, after: bool(behind[after] & bits[reader])

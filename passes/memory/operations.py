@@ -284,9 +284,7 @@ class Operations:
         """One operation on every element; what is the same along a dimension is computed once and broadcast."""
         every, shape = self.every, type.shape
         laid = every[operands[0]] if len(operands) == 1 else None
-        if (
-            laid and laid.kind == "transpose" and every[laid.operands[0]].kind == "collective"
-        ):  # computed as it is laid out
+        if laid and laid.kind == "transpose" and _is_sent(self, laid.operands[0]):  # computed as it is laid out
             before = TensorType(shape=every[laid.operands[0]].shape, dtype=type.dtype)
             made = self.elementwise(name, laid.operands, before, expensive=expensive)
             return self.transpose(made, cast("tuple[int, ...]", laid.tag))
@@ -350,6 +348,14 @@ def _chosen(spread: Sequence[int], numbers: Sequence[object], type: TensorType) 
     if len(set(spread[1:])) == 1:
         return spread[1]
     return spread[0] if type.dtype == "bool" and tuple(numbers[1:]) == (False, True) else None
+
+
+def _is_sent(operations: Operations, operation: int) -> bool:
+    """Whether an operation is what a collective makes, on GPUs also what follows from that alone by elements."""
+    described = operations[operation]
+    while operations.compiler == "gpu" and described.kind in ELEMENTWISE and len(described.operands) == 1:
+        described = operations[described.operands[0]]
+    return described.kind == "collective"
 
 
 def _scattered(operations: Operations, summands: Sequence[int], type: TensorType) -> int | None:

@@ -51,8 +51,15 @@ def schedule(program: DeviceProgram, kernels: Sequence[Kernel], *, hides: bool =
     order = ordered(program, kernels, tasks)
     if hides and Role.START in tasks.roles:
         loops = frozenset(task for task, o in enumerate(tasks.operations) if o in program.sending)
-        order = _Backwards(tasks, order, *_estimates(program, kernels, tasks), loops).run()
+        barriers = frozenset(task for task, o in enumerate(tasks.operations) if o >= 0 and _is_barrier(program, o))
+        order = _Backwards(tasks, order, *_estimates(program, kernels, tasks), loops, barriers).run()
     return listed(program, tasks, order)
+
+
+def _is_barrier(program: DeviceProgram, operation: int) -> bool:
+    """Whether an operation is one of the two that several arrays pass a barrier by."""
+    described = program.operations[operation]
+    return (described.kind, described.name, described.shape) == ("opaque", "barrier", (0,))
 
 
 def listed(program: DeviceProgram, tasks: Tasks, order: Sequence[int]) -> list[int]:
@@ -91,7 +98,8 @@ class _Backwards:
     `ready_at` is the time from which a task may be placed. What is ready is in one of `names`, `ends` and `starts`, or
     among the other tasks in `kinds`, by depth and kind, in the given order; `pending` are those to come. `kind_of` has
     the kind of each of those tasks.
-    A loop that is `sending` inside is one of the ends: nothing may be under way beside it.
+    A loop that is `sending` inside is one of the ends: nothing may be under way beside it. `barriers` are names that
+    wait as kernels do.
     """
 
     def __init__(
@@ -101,8 +109,10 @@ class _Backwards:
         costs: Sequence[float],
         latencies: Sequence[float],
         sending: frozenset[int],
+        barriers: frozenset[int],
     ) -> None:
-        self.tasks, self.costs, self.latencies, self.sending = tasks, costs, latencies, sending
+        self.tasks, self.costs, self.latencies = tasks, costs, latencies
+        self.sending, self.barriers = sending, barriers
         self.position = [0] * len(tasks)
         for position, task in enumerate(order):
             self.position[task] = position
@@ -233,7 +243,7 @@ class _Backwards:
     def _release(self, task: int, time: float) -> None:
         """Adds a task that nothing waits for any more."""
         self.ready_at[task] = time
-        if self.tasks.roles[task] == Role.NAME:
+        if self.tasks.roles[task] == Role.NAME and task not in self.barriers:
             self.names.append(task)
         elif self.tasks.roles[task] == Role.END or task in self.sending:
             self.ends.append(task)

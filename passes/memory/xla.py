@@ -45,7 +45,9 @@ class Compiler:
     `alignment` of each. Where arrays have to lie `beside` the chip up to some moment, what is on the chip is chosen
     before places are. The `tables` of a program take `table_nbytes` each where anything lies beside the chip. A
     reduce-scatter that is `summed` is an all-reduce of which a part is cut out. One that `copies_late` knows the order
-    of kernels when it copies what is read after it was to be written over; one without that may add `copies` before.
+    of kernels when it copies what is read after it was to be written over; any may add `copies` before. One that writes
+    `over_views` takes places of other shapes, too; where a collective `ends_late`, what it sends is there until what it
+    makes is read.
     """
 
     combine: Combine
@@ -60,6 +62,8 @@ class Compiler:
     table_nbytes: int = 0
     summed: Summed = never_summed
     copies_late: bool = False
+    over_views: bool = False
+    ends_late: bool = False
     copies: Callable[[DeviceProgram, Sequence[Kernel]], tuple[DeviceProgram, Sequence[Kernel]]] | None = None
     joined: Callable[[DeviceProgram, Sequence[Kernel], Sequence[int]], dict[int, int]] | None = None
 
@@ -204,6 +208,8 @@ class _Region:
             self.compiler.schedule(program, kernels),
             self.compiler.stored,
             copies_late=self.compiler.copies_late,
+            over_views=self.compiler.over_views,
+            ends_late=self.compiler.ends_late,
         )
         joined = self.compiler.joined(program, kernels, allocation.order) if self.compiler.joined else {}
         made = moments(

@@ -17,7 +17,8 @@ from passes.memory.gpu_joint_products import joint
 from passes.memory.gpu_layouts import viewed
 from passes.memory.gpu_orders import copied
 from passes.memory.gpu_rooms import at_once
-from passes.memory.gpu_scatters import added, unpadded
+from passes.memory.gpu_scatters import added, unpadded, with_copies
+from passes.memory.gpu_sums import in_parts
 from passes.memory.gpu_weights import laid_out
 from passes.memory.gpu_widening import widened
 from passes.memory.holders import Temporaries
@@ -39,7 +40,15 @@ def model(weights: Weights) -> Callable[..., Temporaries]:
     order = partial(schedule, hides=weights.from_hopper)
     fusing = partial(fuse, arithmetic=weights.arithmetic)
     combine = partial(_combined, weights=weights, fuse=fusing)
-    compiler = xla.Compiler(combine=combine, fuse=fusing, schedule=order, copies_late=True)
+    compiler = xla.Compiler(
+        combine=combine,
+        fuse=fusing,
+        schedule=order,
+        copies_late=True,
+        over_views=True,
+        ends_late=not weights.from_hopper,
+        copies=with_copies,
+    )
     return partial(xla.temporaries, compiler)
 
 
@@ -69,6 +78,7 @@ def _steps(weights: Weights, fuse: Fuse) -> Iterator[Callable[[Sequence[Operatio
     yield copied
     yield lambda operations, _: joint(operations)
     yield lambda operations, _: split(viewed(laid_out(operations)), weights)
+    yield in_parts
     yield partial(combined, fuse=fuse)
 
 

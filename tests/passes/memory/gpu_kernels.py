@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
+from passes.memory.gpu_cycles import H100
 from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_priorities import Contents, Priorities
+from passes.memory.gpu_times import FUSIBLE, Times
 from passes.memory.operations import Operation
 
 
@@ -25,3 +28,13 @@ MATRIX = (((1,), (0,)), ((), ()))
 
 def kernels_of(program: DeviceProgram) -> dict[int, Kernel]:
     return {kernel.operation: kernel for kernel in fuse(program.operations, program.outputs)}
+
+
+def priorities(every: Sequence[Operation], outputs: Collection[int]) -> Priorities:
+    """The kernels of operations before any are fused; outputs are written."""
+    readers = [[r for r, reader in enumerate(every) if index in reader.operands] for index in range(len(every))]
+
+    def may_fuse(index: int, _readers: Collection[int], _kernels: Mapping[int, Contents]) -> bool:
+        return every[index].kind in FUSIBLE and index not in outputs
+
+    return Priorities(Times(every, H100), readers, range(len(every)), {}, (), may_fuse)

@@ -4,7 +4,7 @@ import pytest
 
 from passes.ir import Node, TensorType
 from passes.memory.expansions import divided, error_inverse, logistic, multiplied, power
-from passes.memory.operations import Operation, Operations
+from passes.memory.operations import Compiler, Operation, Operations
 
 TYPE = TensorType(shape=(8, 4), dtype="float32")
 
@@ -33,6 +33,17 @@ def test_expensive_operations_are_those_that_xla_computes_once(lowering, params,
 
 def test_a_fifth_power_takes_three_products():
     assert sum(operation.name == "multiply" for operation in written(power, ("y", 5))) == 3
+
+
+@pytest.mark.parametrize("compiler", ["cpu", "gpu"])
+def test_rows_by_a_number_each_are_products_but_on_gpus(compiler: Compiler):
+    operations = Operations(compiler=compiler)
+    array = operations.add("input", (), TYPE.shape, TYPE.dtype)
+    each = operations.add("input", (), TYPE.shape[:1], TYPE.dtype, 1)
+    below = operations.broadcast(each, TYPE.shape, (0,))
+    node = Node(primitive="f", inputs=(0, 1), outputs=(2,), params={})
+    (result,) = divided(operations, node, [array, below], [TYPE])
+    assert operations[result].name == ("divide" if compiler == "gpu" else "multiply")
 
 
 def test_a_quotient_by_a_number_is_a_product():

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-
 import pytest
 
 from passes.memory.gpu_cycles import H100
-from passes.memory.gpu_priorities import Contents, Priorities
-from passes.memory.gpu_times import FUSIBLE, Times
 from passes.memory.operations import Operation, Shape
 from tests.passes.memory.device_programs import narrow, operation
-
-
-def priorities(every: Sequence[Operation], outputs: Collection[int]) -> Priorities:
-    """The kernels of operations before any are fused; outputs are written."""
-    readers = [[r for r, reader in enumerate(every) if index in reader.operands] for index in range(len(every))]
-
-    def may_fuse(index: int, _readers: Collection[int], _kernels: Mapping[int, Contents]) -> bool:
-        return every[index].kind in FUSIBLE and index not in outputs
-
-    return Priorities(Times(every, H100), readers, range(len(every)), may_fuse)
-
+from tests.passes.memory.gpu_kernels import priorities
 
 SCORES: Shape = (8, 128, 256)
 
@@ -98,3 +84,21 @@ def test_an_operation_that_only_names_read_is_a_kernel() -> None:
         operation("bitcast", 1, shape=(1024, 256)),
     ]
     assert set(priorities(every, (2,)).run()) == {0, 1, 2}
+
+
+def test_a_sum_does_not_bring_what_it_adds_into_another_order() -> None:
+    """It would read element by element, where what is brought into order is read tile by tile."""
+    images: Shape = (128, 32, 32, 32)
+    every = [
+        narrow("input", shape=images, tag=0),
+        operation("elementwise", 0, shape=images, name="convert bfloat16"),
+        operation("transpose", 1, shape=images, tag=(1, 2, 3, 0)),
+        operation("input", shape=images, tag=1),
+        operation("elementwise", 2, 3, shape=images, name="multiply"),
+        operation("reduce", 4, shape=(32,), tag=("reduce-sum", (0, 1, 2))),
+    ]
+    kernels = priorities(every, (5,)).run()
+    assert 2 in kernels, "written in order"
+    assert kernels[5].inside == [5, 4]
+    straight = [o._replace(kind="elementwise", tag="negate") if o.kind == "transpose" else o for o in every]
+    assert set(priorities(straight, (5,)).run()) == {0, 3, 5}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from passes.memory.gpu_scatters import added, unpadded
+from passes.memory.gpu_costs import microseconds
+from passes.memory.gpu_fusion import kernels_of
+from passes.memory.gpu_scatters import added, unpadded, with_copies
 from passes.memory.operations import Operation, Shape
 from passes.memory.windows import HEAD
-from tests.passes.memory.device_programs import operation
+from tests.passes.memory.device_programs import operation, program
 
 IMAGES, PADDED, WINDOWS = (2, 8, 8, 4), (2, 9, 9, 4), (2, 4, 4, 4)
 
@@ -66,3 +68,37 @@ def test_a_scatter_with_another_reader_is_added_by_a_kernel_of_its_own() -> None
 def test_a_scatter_for_a_sum_alone_is_scattered_onto_the_other_summand() -> None:
     every = scattered(operation("elementwise", 4, shape=IMAGES, name="negate"))
     assert added(every, (5,)) == every
+
+
+def onto_zeros(reader: int) -> list[Operation]:
+    """A scatter onto zeros, which something chooses or else, behind the scatter or before it."""
+    return [
+        operation("input", shape=IMAGES, tag=0),
+        operation("literal", tag=("float", 0.0)),
+        operation("broadcast", 1, shape=IMAGES, tag=()),
+        operation("elementwise", 0, 2, shape=IMAGES, name="maximum"),
+        operation("reduce", 2, 3, 3, shape=IMAGES, tag=("scatter", 0)),
+        operation("elementwise", reader, 0, shape=IMAGES, name="add"),
+        operation("elementwise", 4, 5, shape=IMAGES, name="select"),
+    ]
+
+
+def test_zeros_that_are_chosen_behind_a_scatter_are_copied_for_it() -> None:
+    every = onto_zeros(4)
+    every[6] = operation("elementwise", 2, 5, shape=IMAGES, name="select")
+    described = program(every, (6,))
+    changed, kernels = with_copies(described, kernels_of(every, [o.kind != "literal" for o in every], as_listed=True))
+    copy, scatter = changed.operations[7], changed.operations[4]
+    assert (copy.kind, copy.operands, scatter.operands) == ("opaque", (2,), (7, 3, 3))
+    (made,) = (kernel for kernel in kernels if kernel.operation == 4)
+    assert 7 in made.reads
+    assert 2 not in made.reads
+    (first,) = (kernel for kernel in kernels if kernel.operation == 7)
+    assert microseconds([first], changed.operations) == 0.01
+
+
+def test_zeros_that_are_read_before_a_scatter_are_written_over() -> None:
+    every = onto_zeros(0)
+    described = program(every, (6,))
+    kernels = kernels_of(every, [o.kind != "literal" for o in every], as_listed=True)
+    assert with_copies(described, kernels) == (described, kernels)

@@ -246,3 +246,20 @@ def test_convolutions_take_images_in_any_order_and_what_is_gathered_once() -> No
     changed = viewed(every)
     assert [changed[o].kind for o in (1, 4, 5)] == ["bitcast", "transpose", "bitcast"]
     assert changed[5].operands == (4,)
+
+
+@pytest.mark.parametrize(("name", "behind"), [("barrier", 2), ("join", 1)])
+def test_what_nothing_waits_for_finds_room_at_a_barrier(name: str, behind: int) -> None:
+    """What passes one waits for a moment as behind a kernel, though a barrier takes no time."""
+    every = [
+        operation("input", shape=SQUARE, tag=0),
+        Operation("collective", (0,), SQUARE, "float32", -1, tag=GATHER),
+        operation("elementwise", 1, shape=SQUARE, name="exponential"),
+        operation("opaque", 2, shape=(0,), name=name),
+        operation("part", 1, 3, shape=SQUARE, name="barrier"),
+        *(operation("opaque", 0, shape=SQUARE, tag=("alone", n)) for n in range(40)),
+        operation("opaque", 4, *range(5, 45), name="join"),
+    ]
+    described = program(every, (45,))
+    order = schedule(described, kernels_of(described))
+    assert sum(5 <= o < 45 for o in order[order.index(2) :]) == behind

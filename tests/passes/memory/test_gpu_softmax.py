@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from passes.memory.gpu_softmax import apart
+from passes.memory.fusion import Kernel
+from passes.memory.gpu_costs import microseconds
+from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_softmax import apart, begun_by
 from passes.memory.operations import Operation
 from tests.passes.memory.device_programs import ROWS, TABLE, operation
-from tests.passes.memory.gpu_kernels import written
+from tests.passes.memory.gpu_kernels import MATRIX, written
 
 BY_COLUMNS = ("reduce-max", (0,))
 ALL = ("reduce-sum", (0,))
@@ -45,19 +48,44 @@ def test_a_scattered_softmax_is_written_less_its_maximum() -> None:
         operation("input", tag=1),
         operation("reduce", 11, 12, 10, shape=TABLE, tag=("scatter-add", 7)),
     ]
-    assert 10 in apart(scattered, [[r for r, o in enumerate(scattered) if i in o.operands] for i in range(14)])
+    readers = [[r for r, o in enumerate(scattered) if i in o.operands] for i in range(14)]
+    ends, _ = apart(scattered, readers, begun_by(scattered, readers))
+    assert 10 in ends
 
 
 def test_a_softmax_for_a_product_is_one_kernel() -> None:
     softmax = [*shifted(), operation("expensive", 10, shape=TABLE, name="exponential")]
     kernels = written([*softmax, operation("dot", 11, 0, shape=TABLE, tag=(((1,), (0,)), ((), ())))], 12)
     assert 11 in kernels
-    assert kernels.isdisjoint({5, 6, 10})
+    assert kernels.isdisjoint({3, 5, 6, 7, 8, 10}), "its rows' maxima and sums are made in it, too"
+
+
+def test_maxima_are_found_again_by_every_kernel_that_takes_them_away() -> None:
+    every = [
+        *shifted(),
+        operation("expensive", 10, shape=TABLE, name="exponential"),
+        operation("dot", 11, 0, shape=TABLE, tag=MATRIX),
+        operation("elementwise", 12, 10, shape=TABLE, name="multiply"),
+    ]
+    assert 3 not in written(every, 13)
+
+
+def test_a_sum_of_rows_is_written_where_it_is_an_output_too() -> None:
+    softmax = [*shifted(), operation("expensive", 10, shape=TABLE, name="exponential")]
+    assert 7 in written([*softmax, operation("dot", 11, 0, shape=TABLE, tag=MATRIX)], 12, 7)
+
+
+def test_kernels_of_triton_are_not_estimated() -> None:
+    """XLA's scheduler has no time for them: what waits for one may run beside it."""
+    every = [*shifted(), operation("expensive", 10, shape=TABLE, name="exponential")]
+    (made,) = (kernel for kernel in fuse(every, (11,)) if kernel.operation == 11)
+    assert microseconds([made], every) == 0.01
+    assert microseconds([Kernel(operation=11, reads=made.reads, over=())], every) != 0.01
 
 
 def test_nothing_is_apart_where_no_maximum_is_taken_away() -> None:
     every = [operation("input", shape=TABLE, tag=0), operation("elementwise", 0, shape=TABLE, name="negate")]
-    assert apart(every, ([1], [])) == frozenset()
+    assert apart(every, ([1], []), ()) == (frozenset(), frozenset())
 
 
 def test_a_softmax_summed_over_all_rows_is_written_for_that() -> None:

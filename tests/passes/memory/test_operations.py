@@ -12,7 +12,7 @@ import pytest
 
 from passes.ir import Node, TensorType
 from passes.memory.dtype_widening import round_to, to_xla_widened
-from passes.memory.operations import BY_COLUMNS, Operations
+from passes.memory.operations import BY_COLUMNS, Compiler, Operations
 from passes.memory.products import contraction
 
 SHAPES = [(), (1,), (4,), (3, 4), (3, 1), (2, 3, 4), (4, 3), (12,), (2, 1, 4)]
@@ -254,3 +254,13 @@ def test_a_whole_number_and_zero_are_that_number() -> None:
     operations, type = Operations(), TensorType(shape=(4, 4), dtype="int32")
     counted = operations.add("iota", (), type.shape, "int32", 0)
     assert operations.elementwise("add", [counted, operations.literal(0, "int32")], type) == counted
+
+
+@pytest.mark.parametrize("compiler", ["cpu", "gpu"])
+def test_squares_of_what_a_collective_made_are_computed_as_that_lies_on_gpus(compiler: Compiler):
+    """As the sums of squares of a batch normalisation are, of images whose channels were sent first."""
+    operations = Operations(compiler=compiler)
+    sent = operations.add("collective", (), (4, 8), "bfloat16", "reduce_scatter")
+    images = operations.converted(operations.transpose(sent, (1, 0)), "float32")
+    square = operations.elementwise("square", (images,), TensorType(shape=(8, 4), dtype="float32"))
+    assert (operations[square].kind == "transpose") == (compiler == "gpu")
