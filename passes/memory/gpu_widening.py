@@ -45,7 +45,7 @@ def widened(operations: Sequence[Operation]) -> tuple[list[Operation], list[int]
 
     for operation in operations:
         operands = tuple([place[o] for o in operation.operands])
-        if operation.is_conversion and operation.name == f"convert {NARROW}" and operation.dtype == WIDE:
+        if operation.name == f"convert {NARROW}" and operation.dtype == WIDE:
             place.append(widen(operands[0]))
         elif operation.dtype == NARROW and _is_grouped(operation, operations):
             (read,) = operands
@@ -61,7 +61,7 @@ def widened(operations: Sequence[Operation]) -> tuple[list[Operation], list[int]
             wide[place[-1]] = made
         else:
             place.append(add(operation.reading(operands)))
-            if operation.is_conversion and operation.name == f"convert {WIDE}" and operation.dtype == NARROW:
+            if operation.name == f"convert {WIDE}" and operation.dtype == NARROW:
                 wide[place[-1]] = operands[0]
     return changed, place
 
