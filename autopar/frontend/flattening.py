@@ -33,7 +33,7 @@ from autopar.frontend.by_row import (
     taken_whole,
 )
 from autopar.frontend.extremes import by_extreme
-from autopar.frontend.known_numbers import as_number, computed, number_of
+from autopar.frontend.known_numbers import as_number, branch_taken, computed, number_of
 from autopar.frontend.placements import Placed, placement_of
 from autopar.frontend.primitives import (
     BODIES,
@@ -223,10 +223,8 @@ class _Builder:
         """The output values of an equation that is simpler by what is known of its operands; None for any other."""
         if (number := computed(equation, inputs, self.values)) is not None:
             return (self._spread(number, equation.outvars[0].aval, site),)
-        if (branches := equation.params.get("branches")) is not None:
-            index = number_of(inputs[0], self.values)
-            taken = None if index is None else branches[min(max(int(index), 0), len(branches) - 1)]
-            return None if taken is None else self.inline(*jax_compat.open_jaxpr(taken), inputs[1:], site)
+        if (taken := branch_taken(equation, inputs, self.values)) is not None:
+            return self.inline(*jax_compat.open_jaxpr(taken), inputs[1:], site)
         if not self.single_loops and equation.params.get("length") == 1 and "jaxpr" in equation.params:
             return _once(self, equation, inputs, site)
         if equation.primitive.name not in ROWWISE:

@@ -77,6 +77,13 @@ def number_of(value: int, values: Values) -> float | int | bool | None:
     return number if isinstance(number, float | int) else None
 
 
+def branch_taken(equation: Any, inputs: Sequence[int], values: Values) -> Any:
+    """The jaxpr of the branch that a choice takes, where its number is known; None of any other equation."""
+    branches = equation.params.get("branches")
+    index = number_of(inputs[0], values) if branches else None
+    return None if index is None else branches[min(max(int(index), 0), len(branches) - 1)]
+
+
 def computed(equation: Any, inputs: Sequence[int], values: Values) -> float | int | bool | None:
     """The number that all elements of an equation's result are; None if it is not known, or not computed here."""
     numbers: list[float | int | bool] = []

@@ -104,7 +104,8 @@ def linear_solver(equation: Any) -> tuple[Any, Sequence[int]] | None:
 
 
 def passes_on(equation: Any) -> bool:
-    """Whether an equation's results are its operands: those of a hint, the one part of a split, or a sum over nothing.
+    """Whether an equation's results are its operands: those of a hint, the one part of a split, a sum over nothing, or
+    wide numbers in the precision that they have, as JAX rounds what is saved of a recomputed function.
 
     `jax.flatten_util.ravel_pytree`, and so `odeint`, splits the flat elements of a single array into one part; a part
     is of elements that may lie on several devices, so the split would bring them all to each. Derivatives sum over
@@ -112,7 +113,17 @@ def passes_on(equation: Any) -> bool:
     """
     name = equation.primitive.name
     is_one_part = name == "split" and len(equation.outvars) == 1
-    return name in _HINTS or is_one_part or (name == "reduce_sum" and not equation.params["axes"])
+    is_of_nothing = name == "reduce_sum" and not equation.params["axes"]
+    return name in _HINTS or is_one_part or is_of_nothing or _is_precise(equation)
+
+
+def _is_precise(equation: Any) -> bool:
+    """Whether an equation rounds float32 or float64 to no less than it has; XLA keeps bfloat16 in more than it has."""
+    dtype, params = equation.invars[0].aval.dtype if equation.invars else None, equation.params
+    if equation.primitive.name != "reduce_precision" or dtype not in (np.float32, np.float64):
+        return False
+    limits = jnp.finfo(dtype)
+    return params["exponent_bits"] >= limits.nexp and params["mantissa_bits"] >= limits.nmant
 
 
 def outside_kernels(equation: Any) -> tuple[Any, Sequence[int]] | None:
