@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from passes.cluster import collectives
@@ -14,8 +14,8 @@ from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import model_flops
 from passes.intra_op.offloading import away, idle_state, offloaded_nbytes, transfer_seconds
 from passes.ir import PHASES, Graph, Phase, StatePairs
-from passes.memory import peak
-from passes.placement import Grouping, Occurrence, Pack, ReshardingPlan, group, occurrences, resharding_plan
+from passes.memory import Memory, peak
+from passes.placement import Grouping, Layout, Occurrence, Pack, ReshardingPlan, group, occurrences, resharding_plan
 from passes.placement import collectives as collectives_of
 from passes.plan import MemoryReport, Plan, Solution, operators
 from passes.sharding import Resharder
@@ -31,20 +31,20 @@ def extract_plan(
     assembly: Assembly,
     answer: Answer,
     resharder: Resharder,
-    donated: Sequence[bool],
+    memory_of: Callable[[Layout, ReshardingPlan], Memory],
     phase_seconds: Mapping[str, float],
 ) -> Plan:
     """The plan that an answer to the sharding problem stands for, as one of this planner.
 
-    It has the placements, the reshardings between them, and the seconds and bytes of both. `phase_seconds` are those
-    that each part of the search took.
+    It has the placements, the reshardings between them, and the seconds and bytes of both: `memory_of` them.
+    `phase_seconds` are those that each part of the search took.
     """
     graph, mesh, grouping = assembly.root.graph, assembly.mesh, assembly.root.grouping
     layout, choice = assembly.layout(answer.choice), assembly.placements_of(answer.choice)
     reshardings = resharding_plan(graph, layout, resharder, regather=assembly.regather)
     compute = assembly.root.compute_seconds(choice)
     moving, moved = move_seconds(graph, reshardings, resharder)
-    memory = peak(graph, grouping, mesh, layout, reshardings, assembly.state_pairs, donations(graph, donated))
+    memory = memory_of(layout, reshardings)
     return Plan(
         fingerprint=graph.fingerprint,
         cluster=mesh.cluster,

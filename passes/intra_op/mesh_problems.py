@@ -25,8 +25,8 @@ from passes.intra_op.offloading import away, idle_state, offloaded_nbytes, row_w
 from passes.intra_op.peak_node import NodePath, peak_node
 from passes.intra_op.pins import arriving
 from passes.intra_op.restrictions import Restriction
-from passes.memory import peak
-from passes.placement import Grouping, ReshardingPlan, group, resharding_plan
+from passes.memory import Memory, peak
+from passes.placement import Grouping, Layout, ReshardingPlan, group, resharding_plan
 from passes.plan import Plan
 from passes.sharding import Resharder
 from passes.solver import Answer, Budget, Search
@@ -98,8 +98,8 @@ class MeshProblems:
     _twins: dict[Mesh, Solved | None] = field(default_factory=dict[Mesh, Solved | None], init=False)
     _rows: dict[object, Budget] = field(default_factory=dict[object, Budget], init=False)
     _peaks: dict[object, Peak] = field(default_factory=dict[object, Peak], init=False)
-    _layouts: dict[object, list[tuple[ReshardingPlan, Peak]]] = field(
-        default_factory=dict[object, "list[tuple[ReshardingPlan, Peak]]"], init=False
+    _layouts: dict[object, list[tuple[ReshardingPlan, Peak, Memory]]] = field(
+        default_factory=dict[object, "list[tuple[ReshardingPlan, Peak, Memory]]"], init=False
     )
 
     def __post_init__(self, offload: bool) -> None:
@@ -215,21 +215,27 @@ class MeshProblems:
         return point
 
     def _peak(self, solved: Solved, choice: Sequence[int]) -> Peak:
-        graph, grouping, mesh = self.step.graph, self.grouping, solved.assembly.mesh
+        graph, mesh = self.step.graph, solved.assembly.mesh
         layout = solved.assembly.layout(choice)
         if offloaded := solved.assembly.offloaded(choice):
             point = self.peak(solved, solved.assembly.placements_of(choice))
             return replace(point, nbytes=point.nbytes - away(offloaded_nbytes(graph, layout, offloaded, mesh)))
         reshardings = resharding_plan(graph, layout, self._resharder(mesh), regather=solved.assembly.regather)
+        return self._memory(mesh, layout, reshardings)[0]
+
+    def _memory(self, mesh: Mesh, layout: Layout, reshardings: ReshardingPlan) -> tuple[Peak, Memory]:
+        """The peak of a layout and what takes room then, predicted once: a mesh's problem and its twin mostly move the
+        same, and the plan that is chosen is one whose peak was looked at.
+        """
+        graph, grouping, donated = self.step.graph, self.grouping, donations(self.step.graph, self.step.donated)
         alike = self._layouts.setdefault((mesh, layout.inputs, layout.placements, layout.outputs), [])
-        for known, point in alike:  # a mesh's problem and its twin mostly move the same
+        for known, point, memory in alike:
             if known == reshardings:
-                return point
-        donated = donations(graph, self.step.donated)
+                return point, memory
         memory = peak(graph, grouping, mesh, layout, reshardings, self.step.state_pairs, donated)
         point = Peak(at=peak_node(graph, grouping, mesh, layout, reshardings), nbytes=memory.peak_nbytes)
-        alike.append((reshardings, point))
-        return point
+        alike.append((reshardings, point, memory))
+        return point, memory
 
     def look(self, solved: Solved, limit: float) -> None:
         """Notes the peak node of an answer that exceeds the limit, if none has been looked at yet."""
@@ -259,7 +265,11 @@ class MeshProblems:
     def plan(self, planner: str, solved: Solved, answer: Answer) -> Plan:
         """The plan that an answer stands for, as one of this planner, with state offloaded where the answer says so."""
         assembly, resharder = solved.assembly, self._resharder(solved.assembly.mesh)
-        plan = extract_plan(planner, assembly, answer, resharder, self.step.donated, self.phase_seconds)
+
+        def memory_of(layout: Layout, reshardings: ReshardingPlan) -> Memory:
+            return self._memory(assembly.mesh, layout, reshardings)[1]
+
+        plan = extract_plan(planner, assembly, answer, resharder, memory_of, self.phase_seconds)
         return with_offloaded(plan, self.step.graph, solved.assembly.offloaded(answer.choice))
 
     def _resharder(self, mesh: Mesh) -> Resharder:

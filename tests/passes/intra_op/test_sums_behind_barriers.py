@@ -13,8 +13,9 @@ import autopar
 from autopar.rewrite import step_of
 from passes.cluster import Mesh, parse_cluster
 from passes.intra_op import assemble
-from passes.intra_op.extract import extract_plan
-from passes.placement import group
+from passes.intra_op.extract import donations, extract_plan
+from passes.memory import Memory, peak
+from passes.placement import Layout, ReshardingPlan, group
 from passes.sharding import Resharder
 from passes.solver import SolverOptions, solve
 from passes.step import Step, Variant
@@ -54,6 +55,11 @@ def test_a_sum_that_is_read_on_both_sides_of_a_barrier_is_reduced_once(kept: str
     resharder = Resharder(mesh)
     assembly = assemble(step.graph, mesh, group(step.graph), resharder, step.state_pairs, regather=regather)
     problem, dice = assembly.problem, random.Random(2)
+
+    def memory_of(layout: Layout, reshardings: ReshardingPlan) -> Memory:
+        donated = donations(step.graph, step.donated)
+        return peak(step.graph, group(step.graph), mesh, layout, reshardings, step.state_pairs, donated)
+
     best = solve(problem, SolverOptions(gap=0.05), close=False)
     for number in range(ANSWERS):
         choice = list(best.choice)
@@ -62,5 +68,5 @@ def test_a_sum_that_is_read_on_both_sides_of_a_barrier_is_reduced_once(kept: str
                 choice[node] = int(dice.choice(np.flatnonzero(np.isfinite(seconds)).tolist()))
         told = problem.evaluate(choice)
         answer = replace(best, choice=tuple(choice), objective=told)
-        plan = extract_plan("", assembly, answer, resharder, step.donated, {})
+        plan = extract_plan("", assembly, answer, resharder, memory_of, {})
         assert plan.step_seconds == pytest.approx(told, rel=1e-9)
