@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
@@ -193,8 +193,15 @@ def _without_arrival(equation: Any) -> Any:
     if equation.primitive.name in PLACED:
         return equation
     sides = {key: value for key, value in equation.params.items() if isinstance(value, NamedSharding)}
-    left_open = {key: None for key, value in sides.items() if set(value.mesh.axis_types) <= {AxisType.Auto}}
+    rank = len(equation.outvars[0].aval.shape) if sides else 0
+    # JAX writes a cast's derivative on an empty mesh where its operand is on none, and nothing in other parameters.
+    nowhere = NamedSharding(AbstractMesh((), ()), PartitionSpec(*[None] * rank)) if _casts(equation) else None
+    left_open = {key: nowhere for key, value in sides.items() if {*value.mesh.axis_types} == {AxisType.Auto}}
     return equation.replace(params=equation.params | left_open) if left_open else equation
+
+
+def _casts(equation: Any) -> bool:
+    return equation.primitive.name == "convert_element_type"
 
 
 def _without_bias_gradient(equation: Any, read: Collection[Any]) -> Any:
