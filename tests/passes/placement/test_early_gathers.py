@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +30,16 @@ def recomputing(weights: Any, x: jax.Array) -> jax.Array:
     return jnp.sum(x**2)
 
 
-def step(weights: Any, x: jax.Array) -> Any:
+def tied(weights: Any, x: jax.Array) -> jax.Array:
+    """The first weight is read by the last layer, too."""
+    return loss([*weights, weights[0].T], x)
+
+
+def updated(loss: Any, weights: Any, x: jax.Array) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
+
+
+step = partial(updated, loss)
 
 
 def drawn(*shape: int) -> jax.Array:
@@ -69,9 +78,11 @@ def test_nothing_starts_early_where_nothing_hides_it():
     assert not plan.early
 
 
-def test_early_gathers_change_no_result(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("loss", [loss, recomputing, tied])
+def test_early_gathers_change_no_result(loss: Any, monkeypatch: pytest.MonkeyPatch):
     """On CPUs nothing is gathered early unless we say that computing hides it."""
     monkeypatch.setattr(Resharder, "hides_gathers", True)
+    step = partial(updated, loss)
     parallel = autopar.parallelize(step, planner=autopar.Zero(3))
     text = parallel.lower(WEIGHTS, X).as_text()
     assert text.count("optimization_barrier") >= LAYERS - 1
