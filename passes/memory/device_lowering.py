@@ -26,9 +26,9 @@ Inside = Callable[[int, Placement, Mapping[int, object]], Mapping[int, int]]
 returns the ranks of the ports that they read, in the order in which they do."""
 
 
-Combine = Callable[[Sequence[Operation], Sequence[int]], tuple[tuple[Operation, ...], tuple[int, ...]]]
-"""Combines the collectives of a program, given its outputs: its operations in a valid order, and the new position of
-each old one."""
+Rewrite = Callable[[Sequence[Operation], Sequence[int]], tuple[tuple[Operation, ...], tuple[int, ...]]]
+"""Changes the operations of a program, given its outputs, before they are fused: the operations in a valid order, and
+the new position of each old one."""
 
 
 Summed = Callable[[Mesh, Step, Shape, str], bool]
@@ -42,15 +42,15 @@ def never_summed(_mesh: Mesh, _step: Step, _part: Shape, _dtype: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, what combines
-    its collectives, and the reduce-scatters that are `summed`.
+    """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, what
+    rewrites its operations, and the reduce-scatters that are `summed`.
     """
 
     rules: Sequence[ShardingRule]
     controls: Mapping[int, Control]
     mesh: Mesh
     inside: Inside
-    combine: Combine = combined
+    rewrite: Rewrite = combined
     summed: Summed = never_summed
 
 
@@ -83,7 +83,7 @@ def lower(
         operations, moved = hoisted(lowering.operations, same, outputs)
     else:
         operations, moved = as_they_lie(lowering.operations.every, lowering.operations.lying, ()), []
-    operations, place = context.combine(operations, outputs)
+    operations, place = context.rewrite(operations, outputs)
     entered = [place[o] for o in lowering.entered]
     return DeviceProgram(
         operations=operations,

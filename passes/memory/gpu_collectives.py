@@ -12,13 +12,15 @@ AllReduceCombiner and ReduceScatterCombiner, and AllReduceContiguous, with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
 from passes.memory.all_reduces import in_order, join, mask_of, parts
+from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
-from passes.memory.gpu_fusion import fuse
+from passes.memory.gpu_fusion import RENAMED
 from passes.memory.gpu_tasks import at_once, reads_of
 from passes.memory.operations import Operation
 
@@ -26,22 +28,57 @@ COMBINED_NBYTES = 30 * 2**20
 COMBINED = 256
 """The bytes and the number of tensors that are sent as one at most."""
 
-Fuse = Callable[[Sequence[Operation], Sequence[int]], tuple[Kernel, ...]]
-"""Fuses a program, given its outputs, into kernels."""
-
 KINDS = ("all_gather", "all_reduce", "reduce_scatter")
 """The kinds of collectives that are combined, in the order in which that is done."""
 
 
+def with_combined(program: DeviceProgram, kernels: Sequence[Kernel]) -> tuple[DeviceProgram, Sequence[Kernel]]:
+    """The program with collectives combined, and its kernels, which were fused before that."""
+    operations, place = combined(program.operations, program.outputs, kernels)
+    if len(operations) == len(program.operations):
+        return program, kernels
+    added = set(range(len(operations))) - set(place)
+    moved = {place[kernel.operation]: _moved(kernel, place, operations) for kernel in kernels}
+    for index in sorted(added):
+        reads = tuple(dict.fromkeys(o for o in operations[index].operands if o in moved))  # numbers are not in memory
+        over = reads if operations[index].name == "all_reduce" else ()
+        moved[index] = Kernel(operation=index, reads=reads, over=over)
+    for index, kernel in moved.items():
+        if not added.isdisjoint(reads := operations[index].operands) and index not in added:
+            moved[index] = replace(kernel, reads=reads, over=())
+    placed = partial(map, place.__getitem__)
+    combined_program = replace(
+        program,
+        operations=operations,
+        inputs=tuple(placed(program.inputs)),
+        constants=tuple(placed(program.constants)),
+        outputs=tuple(placed(program.outputs)),
+        hoisted=tuple(placed(program.hoisted)),
+        sending=frozenset(placed(program.sending)),
+    )
+    return combined_program, [moved[index] for index in sorted(moved)]
+
+
+def _moved(kernel: Kernel, place: Sequence[int], operations: Sequence[Operation]) -> Kernel:
+    """A kernel at the new positions of its operations; it writes over none that is another name by now."""
+    return replace(
+        kernel,
+        operation=place[kernel.operation],
+        reads=tuple([place[o] for o in kernel.reads]),
+        over=tuple([place[o] for o in kernel.over if operations[place[o]].kind not in RENAMED]),
+        joint=tuple(sorted(place[o] for o in kernel.joint)),
+    )
+
+
 def combined(
-    operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse = fuse
+    operations: Sequence[Operation], outputs: Sequence[int], kernels: Sequence[Kernel]
 ) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with collectives combined, in a valid order, and the new position of each old one.
 
-    The order is that of the kernels that the compiler `fuse`s them into.
+    The order is that of the kernels that they were fused into.
     """
     joined = list(operations)
-    for part in _parts(operations, outputs, fuse):
+    for part in _parts(operations, outputs, kernels):
         if operations[part[0]].name == "all_reduce":
             _lay_out(joined, part)
         else:
@@ -49,13 +86,12 @@ def combined(
     return in_order(operations, joined)
 
 
-def _parts(operations: Sequence[Operation], outputs: Sequence[int], fuse: Fuse) -> Iterator[list[int]]:
+def _parts(operations: Sequence[Operation], outputs: Sequence[int], fused: Sequence[Kernel]) -> Iterator[list[int]]:
     """The collectives that are sent as one, two or more."""
     every = [i for i, o in enumerate(operations) if o.kind == "collective" and o.name in KINDS]
     if len(every) < 2:
         return
     bits = {m: 1 << bit for bit, m in enumerate(every)}
-    fused = fuse(operations, outputs)
     kernels, behind = _as_kernels(operations, fused), _behind(operations, bits, fused)
     first = partial(_first, operations, behind=behind, bits=bits)
     for kind in KINDS:

@@ -39,7 +39,7 @@ class Contents:
 
     `inside` are its operations from the last to the first, `reads` how many times of each array it reads, and `uses`
     for which of its operations, each of which it computes `times`; it reads what is `turned` in another order of its
-    dimensions. A `version` is counted when it changes.
+    dimensions.
     """
 
     inside: list[int]
@@ -47,7 +47,6 @@ class Contents:
     nbytes: float = 0.0
     turn: int = 0
     turned: frozenset[int] = frozenset()
-    version: int = 0
     reads: dict[int, float] = field(default_factory=dict[int, float])
     uses: dict[int, Roots] = field(default_factory=dict[int, Roots])
     times: dict[int, float] = field(default_factory=dict[int, float])
@@ -58,7 +57,8 @@ class Priorities:
 
     Some begin with more than their root: `inside` has what. They are Triton's, which keeps a row while it works on it,
     so all of this is as if on elements, and so are `row_sums` and what is spread of these over rows. `may_fuse` says of
-    an operation whether it may be computed by the kernels that read it.
+    an operation whether it may be computed by the kernels that read it. `terms` are what readers that have not changed
+    since then add to the gain of each.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Priorities:
             root: Contents(sorted((root, *inside.get(root, ())), reverse=True)) for root in roots if root not in begun
         }
         self.readers = {root: dict.fromkeys([begun.get(r, r) for r in readers[root]]) for root in self.kernels}
-        self.pairs: dict[tuple[int, int], tuple[int, int, float]] = {}
+        self.terms = {root: dict[int, float]() for root in self.kernels}
         self.gains: dict[int, float] = {}
         self.queue: list[tuple[float, int]] = []
         for root in self.kernels:
@@ -124,27 +124,32 @@ class Priorities:
             return math.inf
         if all(self.operations[reader].kind == "bitcast" for reader in readers):
             return -math.inf
-        gain = self.kernels[root].nbytes + self.launch_nbytes
+        gain, terms = self.kernels[root].nbytes + self.launch_nbytes, self.terms[root]
+        for reader in readers.keys() - terms.keys() if len(terms) < len(readers) else ():
+            terms[reader] = self.kernels[reader].nbytes - self._nbytes_with(root, reader)
         for reader in readers:
-            gain += self.kernels[reader].nbytes - self._nbytes_with(root, reader)
+            gain += terms[reader]
         return gain
 
     def _fuse(self, root: int) -> None:
         """Lets all readers of an operation compute it."""
         fused, readers = self.kernels.pop(root), self.readers.pop(root)
-        del self.gains[root]
+        del self.gains[root], self.terms[root]
         changed = dict.fromkeys(readers)
         for reader in readers:
             contents = self.kernels[reader]
             contents.inside = sorted({*contents.inside, *fused.inside}, reverse=True)
             self._count(reader)
+            self.terms[reader].clear()
             for o in contents.reads:
                 if o in self.kernels:
                     self.readers[o][reader] = None
+                    self.terms[o].pop(reader, None)
                     changed[o] = None
         for o in fused.reads:
             if o in self.kernels:
                 self.readers[o].pop(root, None)
+                self.terms[o].pop(root, None)
         for o in changed:
             self._push(o)
 
@@ -172,7 +177,6 @@ class Priorities:
         contents.work, contents.turn, contents.uses, contents.times = work, turn, uses, often
         contents.reads = {o: _total(often, by) for o, by in uses.items()}
         contents.turned = frozenset(turned.intersection(uses))
-        contents.version += 1
         written = times.wholes[root] + self._again_nbytes(contents)
         contents.nbytes = times.nbytes(root, work, contents.reads, written, turn, contents.turned)
 
@@ -195,9 +199,6 @@ class Priorities:
     def _nbytes_with(self, root: int, reader: int) -> float:
         """The bytes that memory moves in the time of a kernel that computes an operation which it reads."""
         fused, contents = self.kernels[root], self.kernels[reader]
-        cached = self.pairs.get((root, reader))
-        if cached is not None and cached[:2] == (fused.version, contents.version):
-            return cached[2]
         often = contents.reads[root]
         reads = contents.reads.copy()
         del reads[root]
@@ -208,9 +209,7 @@ class Priorities:
                 reads[o] = total * often
         work, turn = contents.work + fused.work * often, max(contents.turn, fused.turn)
         turned = contents.turned | (fused.reads.keys() if root in contents.turned else fused.turned)
-        nbytes = self.times.nbytes(reader, work, reads, self.times.wholes[reader], turn, turned)
-        self.pairs[root, reader] = (fused.version, contents.version, nbytes)
-        return nbytes
+        return self.times.nbytes(reader, work, reads, self.times.wholes[reader], turn, turned)
 
     def _common(self, root: int, reader: int, operand: int) -> float:
         """The times of an operand that a kernel reads already where an operation that it computes takes it."""

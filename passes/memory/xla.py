@@ -3,8 +3,9 @@
 The plan is followed to what the compiler makes of it, and that is where the accuracy comes from:
 
     lower      the graph on local shapes, moves included, in XLA's own operations      passes/memory/device_program.py
-    combine    collectives that do not wait for each other are one                     `Compiler.combine`
+    rewrite    layouts, products in parts, collectives that are sent as one            `Compiler.rewrite`
     fuse       which results are ever written to memory                                `Compiler.fuse`
+    finish     what is changed once kernels are known                                  `Compiler.finish`
     order      the order in which kernels run                                          `Compiler.schedule`
     run        each result lives until its last reader                                 passes/memory/liveness.py
     count      the busiest moment, the bodies of loops at theirs                       here
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh
 from passes.ir import Graph
 from passes.memory.buffer_origins import Made, Origins, holder_of
-from passes.memory.device_lowering import Combine, Context, Summed, lower, never_summed
+from passes.memory.device_lowering import Context, Rewrite, Summed, lower, never_summed
 from passes.memory.device_program import WHOLE, DeviceProgram, Interface, interface_of
 from passes.memory.fusion import Kernel
 from passes.memory.holders import Temporaries
@@ -40,17 +41,17 @@ from passes.placement import Grouping, Layout, Placement, ReshardingPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
-    """The parts in which XLA's compilers differ: what they combine, what they fuse, in which order kernels run, the
+    """The parts in which XLA's compilers differ: what they rewrite, what they fuse, in which order kernels run, the
     bytes of an array as it is `stored`, those that fit on the chip itself, the `gaps` between those beside it and the
     `alignment` of each. Where arrays have to lie `beside` the chip up to some moment, what is on the chip is chosen
     before places are. The `tables` of a program take `table_nbytes` each where anything lies beside the chip. A
-    reduce-scatter that is `summed` is an all-reduce of which a part is cut out. One that `copies_late` knows the order
-    of kernels when it copies what is read after it was to be written over; any may add `copies` before. One that writes
-    `over_views` takes places of other shapes, too; where a collective `ends_late`, what it sends is there until what it
-    makes is read.
+    reduce-scatter that is `summed` is an all-reduce of which a part is cut out. Copies may be added, and collectives
+    combined, when the kernels are known, to `finish` them. One that `copies_late` knows their order when it copies what
+    is read after it was to be written over. One that writes `over_views` takes places of other shapes, too; where a
+    collective `ends_late`, what it sends is there until what it makes is read.
     """
 
-    combine: Combine
+    rewrite: Rewrite
     fuse: Callable[[Sequence[Operation], Iterable[int]], tuple[Kernel, ...]]
     schedule: Callable[[DeviceProgram, Sequence[Kernel]], list[int]]
     stored: Callable[[Operation], int] = elements_nbytes
@@ -64,7 +65,7 @@ class Compiler:
     copies_late: bool = False
     over_views: bool = False
     ends_late: bool = False
-    copies: Callable[[DeviceProgram, Sequence[Kernel]], tuple[DeviceProgram, Sequence[Kernel]]] | None = None
+    finish: Callable[[DeviceProgram, Sequence[Kernel]], tuple[DeviceProgram, Sequence[Kernel]]] | None = None
     joined: Callable[[DeviceProgram, Sequence[Kernel], Sequence[int]], dict[int, int]] | None = None
 
 
@@ -193,14 +194,14 @@ class _Region:
             controls=self.grouping.controls,
             mesh=self.mesh,
             inside=self._inside,
-            combine=self.compiler.combine,
+            rewrite=self.compiler.rewrite,
             summed=self.compiler.summed,
         )
         program = lower(self.graph, context, self.layout, self.reshardings, interface)
         program = replace(program, sending=self._sending(program))
         kernels = self.compiler.fuse(program.operations, program.outputs)
-        if copies := self.compiler.copies:
-            program, kernels = copies(program, kernels)
+        if finish := self.compiler.finish:
+            program, kernels = finish(program, kernels)
         allocation = lifetimes(
             program,
             kernels,

@@ -17,7 +17,9 @@ from passes.memory.reshapes import moved_down
 from passes.memory.update_copies import with_copies
 
 
-def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+def _rewritten(
+    operations: Sequence[Operation], outputs: Sequence[int]
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with reshapes moved, laid out, and all-reduces combined; the new position of each old one."""
     reshaped, moved = moved_down(operations, outputs)
     changed, place = laid_out(reshaped)
@@ -25,6 +27,6 @@ def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[
     return joined, tuple(combined[place[p]] for p in moved)
 
 
-COMPILER = xla.Compiler(combine=_combined, fuse=fuse, schedule=schedule, copies=with_copies)
+COMPILER = xla.Compiler(rewrite=_rewritten, fuse=fuse, schedule=schedule, finish=with_copies)
 temporaries = partial(xla.temporaries, COMPILER)
 """The bytes that a compiled step needs beside arguments and outputs (`passes.memory.accounting.Model`)."""

@@ -11,7 +11,9 @@ from types import MappingProxyType
 
 from passes.memory import xla
 from passes.memory.conversions import sliced_first
-from passes.memory.gpu_collectives import Fuse, combined
+from passes.memory.device_program import DeviceProgram
+from passes.memory.fusion import Kernel
+from passes.memory.gpu_collectives import with_combined
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_joint_products import joint
 from passes.memory.gpu_layouts import viewed
@@ -38,37 +40,40 @@ Moved = tuple[Sequence[Operation], Sequence[int]]
 def model(weights: Weights) -> Callable[..., Temporaries]:
     """The model of the compiler for a GPU of these weights."""
     order = partial(schedule, hides=weights.from_hopper)
-    fusing = partial(fuse, arithmetic=weights.arithmetic)
-    combine = partial(_combined, weights=weights, fuse=fusing)
     compiler = xla.Compiler(
-        combine=combine,
-        fuse=fusing,
+        rewrite=partial(_rewritten, weights=weights),
+        fuse=partial(fuse, arithmetic=weights.arithmetic),
         schedule=order,
         copies_late=True,
         over_views=True,
         ends_late=not weights.from_hopper,
-        copies=with_copies,
+        finish=_finished,
     )
     return partial(xla.temporaries, compiler)
 
 
-def _combined(
-    operations: Sequence[Operation], outputs: Sequence[int], weights: Weights, fuse: Fuse
+def _finished(program: DeviceProgram, kernels: Sequence[Kernel]) -> tuple[DeviceProgram, Sequence[Kernel]]:
+    """The program and its kernels with collectives combined, and with copies that scatters write over."""
+    return with_copies(*with_combined(program, kernels))
+
+
+def _rewritten(
+    operations: Sequence[Operation], outputs: Sequence[int], weights: Weights
 ) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
-    """The operations with transposes for products as views or copies, products split and collectives combined.
+    """The operations with transposes for products as views or copies, and products split.
 
     Rooms of one shape are made at once. A scatter is fused with what it reads, as a sum is, and written over the array
     that it adds to. The maximum of a window is a sum, too: what counts its places is computed in the kernel that
     compares. What a GPU has no arithmetic for is in float32.
     """
     place: Sequence[int] = range(len(operations))
-    for step in _steps(weights, fuse):
+    for step in _steps(weights):
         operations, moved = step(operations, [place[o] for o in outputs])
         place = [moved[p] for p in place]
     return tuple(operations), tuple(place)
 
 
-def _steps(weights: Weights, fuse: Fuse) -> Iterator[Callable[[Sequence[Operation], list[int]], Moved]]:
+def _steps(weights: Weights) -> Iterator[Callable[[Sequence[Operation], list[int]], Moved]]:
     """The changes to the operations of a program, given its outputs."""
     yield lambda operations, outputs: at_once(added(unpadded(operations), outputs))
     yield lambda operations, outputs: (_summed(sliced_first(operations, outputs)), range(len(operations)))
@@ -79,7 +84,6 @@ def _steps(weights: Weights, fuse: Fuse) -> Iterator[Callable[[Sequence[Operatio
     yield lambda operations, _: joint(operations)
     yield lambda operations, _: split(viewed(laid_out(operations)), weights)
     yield in_parts
-    yield partial(combined, fuse=fuse)
 
 
 def _summed(operations: Sequence[Operation]) -> list[Operation]:

@@ -44,7 +44,9 @@ SPLIT_ALIGNMENT = 16 * 2**10
 `xla_dump_to`."""
 
 
-def _combined(operations: Sequence[Operation], outputs: Sequence[int]) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+def _rewritten(
+    operations: Sequence[Operation], outputs: Sequence[int]
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
     """The operations with what is gathered rounded before that, with copies to other layouts, and with all-reduces
     combined.
     """
@@ -66,7 +68,7 @@ def model(device: DeviceSpec) -> Callable[..., Temporaries]:
     """The model of the compiler for a TPU."""
     split = device.name in SPLIT
     compiler = xla.Compiler(
-        combine=_combined,
+        rewrite=_rewritten,
         fuse=partial(fuse, narrowed=split),
         schedule=partial(schedule, hiding=_hiding(device)),
         stored=tpu_layouts.stored,

@@ -186,13 +186,9 @@ class Drafting:
         search.add(shapes)
 
     def _near(self, base: int) -> list[int]:
-        """The numbers of microbatches near `base`, and those with samples.
-
-        Samples of the others are made, unless the step is large.
-        """
+        """The numbers of microbatches near `base`, and those with samples; of others a sample is made when it pays."""
         sampled_counts = [n for n in self.samples if n > 1] or [1]
-        counts = dict.fromkeys((*sampled_counts, *near(self.space.step.counts, base)))
-        return [n for n in counts if self.is_large or self.space.has(n)]
+        return list(dict.fromkeys((*sampled_counts, *near(self.space.step.counts, base))))
 
     def worth(self, search: DraftSearch) -> list[Draft]:
         """The drafts that may have the best plan and may fit: those that fit first, then the fastest.

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from passes.memory.device_program import DeviceProgram
 from passes.memory.fusion import Kernel
+from passes.memory.gpu_collectives import combined
 from passes.memory.gpu_cycles import H100
 from passes.memory.gpu_fusion import fuse
 from passes.memory.gpu_priorities import Contents, Priorities
@@ -38,3 +39,10 @@ def priorities(every: Sequence[Operation], outputs: Collection[int]) -> Prioriti
         return every[index].kind in FUSIBLE and index not in outputs
 
     return Priorities(Times(every, H100), readers, range(len(every)), {}, (), may_fuse)
+
+
+def combined_when_fused(
+    operations: Sequence[Operation], outputs: Sequence[int]
+) -> tuple[tuple[Operation, ...], tuple[int, ...]]:
+    """The operations with collectives combined as their kernels let them, and the new position of each old one."""
+    return combined(operations, outputs, fuse(operations, outputs))

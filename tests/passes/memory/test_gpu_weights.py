@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from passes.memory.gpu_collectives import combined
 from passes.memory.gpu_weights import AGAIN, laid_out
 from passes.memory.operations import Operation, Shape
 from tests.passes.memory.device_programs import operation
-from tests.passes.memory.gpu_kernels import joint
+from tests.passes.memory.gpu_kernels import combined_when_fused, joint
 
 IMAGES, CHANNELS = (8, 4, 4, 16), (16, 32)
 REDUCED = ("all_reduce", ("x",), "sum")
@@ -78,8 +77,8 @@ def test_gradients_of_weights_that_wait_for_each_other_in_that_way_are_not_sent_
     earlier = operation("opaque", 1, 6, shape=(1, 1, 16, 16), tag=("convolution", 4))
     sent = operation("collective", 11, shape=earlier.shape, tag=REDUCED)
     both = [*every, earlier, sent]
-    joined, place = combined(both, (10, 12))
+    joined, place = combined_when_fused(both, (10, 12))
     assert {joined[place[8]].kind, joined[place[12]].kind} == {"collective"}
     apart = [*every[:5], every[5]._replace(tag=("slice", 0)), *every[6:], earlier, sent]
-    joined, place = combined(apart, (10, 12))
+    joined, place = combined_when_fused(apart, (10, 12))
     assert {joined[place[8]].name, joined[place[12]].name} == {"slice"}

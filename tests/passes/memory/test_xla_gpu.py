@@ -7,8 +7,9 @@ import pytest
 from passes.cluster import parse_cluster
 from passes.memory import xla, xla_cpu, xla_gpu, xla_tpu
 from passes.memory.accounting import model_of
+from passes.memory.all_reduces import combined
 from passes.memory.device_program import DeviceProgram
-from passes.memory.gpu_collectives import COMBINED_NBYTES, combined
+from passes.memory.gpu_collectives import COMBINED_NBYTES, with_combined
 from passes.memory.gpu_fusion import FUSIBLE, fuse
 from passes.memory.gpu_joint_kernels import OPERANDS
 from passes.memory.liveness import lifetimes
@@ -20,7 +21,7 @@ from passes.memory.xla_cpu import temporaries
 from passes.placement import resharding_plan
 from tests.passes.intra_op.small_step import GRAPH, GROUPING, MESH, RESHARDER, whole
 from tests.passes.memory.device_programs import TABLE, drawn, inside, operation
-from tests.passes.memory.gpu_kernels import MATRIX, kernels_of
+from tests.passes.memory.gpu_kernels import MATRIX, combined_when_fused, kernels_of
 
 SEEDS = range(100)
 
@@ -145,7 +146,7 @@ def test_all_reduces_are_laid_side_by_side_up_to_a_size() -> None:
     large = (COMBINED_NBYTES // 4 // 3,)
     values = [operation("input", shape=large, tag=i) for i in range(5)]
     sent = [reduced(i, shape=large) for i in range(5)]
-    operations, place = combined([*values, *sent], range(5, 10))
+    operations, place = combined_when_fused([*values, *sent], range(5, 10))
     joined = [o for o in operations if o.kind == "collective"]
     assert sorted(o.size // large[0] for o in joined) == [2, 3]
     assert all(o.nbytes <= COMBINED_NBYTES for o in joined)
@@ -161,14 +162,14 @@ def test_collectives_are_combined_as_outputs_come_to_them_and_long_sums_backward
     sent = [operation("collective", i, shape=large, tag=("reduce_scatter", ("x",), "add")) for i in range(3)]
     numbers = [operation("reduce", 3 + i, shape=(), tag=("reduce-sum", (0,))) for i in range(3)]
     total = [operation("elementwise", 6, 7, shape=(), name="add"), operation("elementwise", 9, 8, shape=(), name="add")]
-    operations, place = combined([*values, *sent, *numbers, *total], (10,))
+    operations, place = combined_when_fused([*values, *sent, *numbers, *total], (10,))
     assert [operations[p].kind for p in place[3:6]] == ["result", "collective", "result"]
 
 
 def test_a_collective_that_waits_for_another_ends_its_group() -> None:
     values = [operation("input", shape=TABLE, tag=i) for i in range(2)]
     behind = operation("elementwise", 2, shape=TABLE, name="negate")
-    operations, place = combined([*values, reduced(0), behind, reduced(3), reduced(1)], (4, 5))
+    operations, place = combined_when_fused([*values, reduced(0), behind, reduced(3), reduced(1)], (4, 5))
     assert [operations[place[o]].kind for o in (2, 4, 5)] == ["collective", "opaque", "opaque"]
 
 
@@ -197,7 +198,7 @@ def test_the_loss_of_what_a_collective_sends_is_there_when_the_gradient_is() -> 
         operation("elementwise", 1, shape=TABLE, name="negate"),
         operation("dot", 6, 6, shape=TABLE, tag=MATRIX),
     )
-    operations, _ = combined(every, (7, 5))
+    operations, _ = combined_when_fused(every, (7, 5))
     assert [o.name for o in operations].count("all_reduce") == 1
 
 
@@ -206,15 +207,35 @@ def test_all_gathers_of_any_dtype_are_sent_together_from_where_they_are() -> Non
         return Operation("collective", (operand,), TABLE, dtype, -1, tag=("all_gather", ("x",), "", 0, -1))
 
     values = [operation("input", tag=i) for i in range(2)]
-    operations, place = combined([*values, gathered(0, "float32"), gathered(1, "bfloat16")], (2, 3))
+    operations, place = combined_when_fused([*values, gathered(0, "float32"), gathered(1, "bfloat16")], (2, 3))
     assert [o.kind for o in operations].count("collective") == 1
     assert [operations[p].kind for p in place[2:]] == ["result", "result"]
+
+
+def test_kernels_of_what_is_combined_are_those_that_fusing_it_makes() -> None:
+    """Two all-reduces, two all-gathers, and what is computed before and behind them."""
+    gather = "all_gather", ("x",), "", 0, -1
+    values = [operation("input", shape=TABLE, tag=i) for i in range(4)]
+    before = [operation("elementwise", i, i, shape=TABLE, name="multiply") for i in range(4)]
+    sent = [reduced(4 + i, shape=TABLE) for i in range(2)]
+    gathered = [operation("collective", 6 + i, shape=TABLE, tag=gather) for i in range(2)]
+    behind = [operation("elementwise", 8 + i, 10 + i, shape=TABLE, name="add") for i in range(2)]
+    every = (*values, *before, *sent, *gathered, *behind)
+    program = DeviceProgram(operations=every, inputs=(0, 1, 2, 3), constants=(), outputs=(12, 13))
+    changed, kernels = with_combined(program, fuse(every, program.outputs))
+    assert [o.name for o in changed.operations].count("all_reduce") == 1
+    assert [o.kind for o in changed.operations].count("collective") == 2
+    assert [changed.operations[o] for o in changed.inputs] == values
+    again = fuse(changed.operations, changed.outputs)
+    assert [(k.operation, set(k.reads), set(k.over)) for k in kernels] == [
+        (k.operation, set(k.reads), set(k.over)) for k in again
+    ]
 
 
 def test_holders_at_the_peak_add_up_to_its_bytes() -> None:
     layout = whole()
     step = GRAPH, GROUPING, MESH, layout, resharding_plan(GRAPH, layout, RESHARDER), {0: 0}
-    for compiler in (xla_cpu.COMPILER, xla.Compiler(combine=combined, fuse=fuse, schedule=schedule)):
+    for compiler in (xla_cpu.COMPILER, xla.Compiler(rewrite=combined, fuse=fuse, schedule=schedule)):
         memory = xla.temporaries(compiler, *step)
         assert sum(holder.nbytes for holder in memory.holders) == max(memory.over_time)
         assert max(memory.over_time) >= GRAPH.types[3].nbytes
