@@ -46,7 +46,7 @@ class Contents:
     work: float = 0.0
     nbytes: float = 0.0
     turn: int = 0
-    turned: frozenset[int] = frozenset()
+    turned: set[int] = field(default_factory=set[int])
     reads: dict[int, float] = field(default_factory=dict[int, float])
     uses: dict[int, Roots] = field(default_factory=dict[int, Roots])
     times: dict[int, float] = field(default_factory=dict[int, float])
@@ -85,7 +85,7 @@ class Priorities:
         self.queue: list[tuple[float, int]] = []
         for root in self.kernels:
             if self.operations[root].kind in TAKES_IN:
-                self._count(root)
+                self._count_anew(root)
 
     def _spread(self, sums: Collection[int], readers: Sequence[Sequence[int]]) -> Iterator[int]:
         """The broadcasts of what is made of sums, one number for each."""
@@ -138,8 +138,7 @@ class Priorities:
         changed = dict.fromkeys(readers)
         for reader in readers:
             contents = self.kernels[reader]
-            contents.inside = sorted({*contents.inside, *fused.inside}, reverse=True)
-            self._count(reader)
+            self._take_in(reader, fused.inside)
             self.terms[reader].clear()
             for o in contents.reads:
                 if o in self.kernels:
@@ -153,13 +152,31 @@ class Priorities:
         for o in changed:
             self._push(o)
 
-    def _count(self, root: int) -> None:
+    def _take_in(self, root: int, inside: Sequence[int]) -> None:
+        """Counts what a kernel computes and reads once it computes these as well."""
+        contents = self.kernels[root]
+        known = contents.inside
+        contents.inside = sorted({*known, *inside}, reverse=True)
+        if len(contents.inside) == len(known) + len(inside):
+            self._count(root, inside)  # all that it computes of what they are made of
+        else:
+            self._count_anew(root)
+
+    def _count_anew(self, root: int) -> None:
         """Counts what a kernel computes and reads."""
+        contents = self.kernels[root]
+        contents.uses, contents.times = {root: frozenset((root,))}, {root: 1.0}
+        contents.work, contents.turn, contents.turned = 0.0, 0, set()
+        self._count(root, contents.inside)
+
+    def _count(self, root: int, inside: Iterable[int]) -> None:
+        """Adds what a kernel computes and reads for these of its operations, from the last to the first, of which it
+        has counted none.
+        """
         contents, operations, times = self.kernels[root], self.operations, self.times
         works, turns = times.works, times.turns
-        uses: dict[int, Roots] = {root: frozenset((root,))}
-        often, work, turn, turned = {root: 1.0}, 0.0, 0, set[int]()
-        for index in contents.inside:
+        uses, often, work, turn, turned = contents.uses, contents.times, contents.work, contents.turn, contents.turned
+        for index in inside:
             mine = uses.pop(index)
             total = _total(often, mine)
             work += works[index] * total
@@ -174,11 +191,11 @@ class Priorities:
             for o in dict.fromkeys(operands):
                 uses[o] = uses.get(o, frozenset[int]()) | {o}
                 often[o] = often.get(o, 0.0) + total * self._share(index, o)
-        contents.work, contents.turn, contents.uses, contents.times = work, turn, uses, often
+        contents.work, contents.turn = work, turn
         contents.reads = {o: _total(often, by) for o, by in uses.items()}
-        contents.turned = frozenset(turned.intersection(uses))
+        turned.intersection_update(uses)
         written = times.wholes[root] + self._again_nbytes(contents)
-        contents.nbytes = times.nbytes(root, work, contents.reads, written, turn, contents.turned)
+        contents.nbytes = times.nbytes(root, work, contents.reads, written, turn, turned)
 
     def _share(self, index: int, operand: int) -> float:
         """The times of an operand that an operation reads."""
