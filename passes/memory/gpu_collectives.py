@@ -12,7 +12,7 @@ AllReduceCombiner and ReduceScatterCombiner, and AllReduceContiguous, with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -46,14 +46,17 @@ def with_combined(program: DeviceProgram, kernels: Sequence[Kernel]) -> tuple[De
     for index, kernel in moved.items():
         if not added.isdisjoint(reads := operations[index].operands) and index not in added:
             moved[index] = replace(kernel, reads=reads, over=())
-    placed = partial(map, place.__getitem__)
+
+    def placed(old: Iterable[int]) -> tuple[int, ...]:
+        return tuple([place[o] for o in old])
+
     combined_program = replace(
         program,
         operations=operations,
-        inputs=tuple(placed(program.inputs)),
-        constants=tuple(placed(program.constants)),
-        outputs=tuple(placed(program.outputs)),
-        hoisted=tuple(placed(program.hoisted)),
+        inputs=placed(program.inputs),
+        constants=placed(program.constants),
+        outputs=placed(program.outputs),
+        hoisted=placed(program.hoisted),
         sending=frozenset(placed(program.sending)),
     )
     return combined_program, [moved[index] for index in sorted(moved)]
