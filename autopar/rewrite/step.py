@@ -123,8 +123,8 @@ class _Family:
                 if key not in self.in_microbatches:
                     self.in_microbatches[key] = microbatched(traced, structs, count, self.coupling)
                 traced = self.in_microbatches[key]
-                if variant.stages:
-                    _check_one_loop(traced)
+                if variant.stages and _loops(traced) > 1:
+                    self._refuse_turns(count)
             self.known[chosen] = self._step(traced, chosen, pieces)
         return self.known[chosen]
 
@@ -173,6 +173,18 @@ class _Family:
             family=self,
         )
 
+    def _refuse_turns(self, count: int) -> None:
+        """Raises the PlanningError of a step that needs several loops over microbatches, as stages run one."""
+        traced = self.traced
+        in_turn(
+            traced.graph,
+            count,
+            state_pairs=traced.state_pairs,
+            named=traced.named,
+            coupling=self.coupling,
+            in_stages=True,
+        )
+
     @cached_property
     def layering(self) -> Layering:
         """The layers of the step as it was written."""
@@ -206,14 +218,6 @@ class _Family:
 def _loops(traced: Traced) -> int:
     """The number of loops over microbatches, which run in turn."""
     return sum(node.scope == LOOP and bool(node.subgraphs) for node in traced.graph.nodes)
-
-
-def _check_one_loop(traced: Traced) -> None:
-    """Raises PlanningError for a step with several loops over microbatches."""
-    if (loops := _loops(traced)) > 1:
-        rule = f"stages run one loop over microbatches; this step needs {loops} in turn, as sums over the whole batch"
-        more = f"{rule} are used before more is computed with it"
-        raise PlanningError(explain("a pipeline", more, "", "plan without stages"))
 
 
 def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, tuple[int, ...]] | None:
