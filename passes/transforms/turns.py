@@ -27,15 +27,14 @@ from passes.transforms.batch_axis import BatchWalk, costly_beside_the_batch, is_
 from passes.transforms.microbatch import Split, regions, split, walked
 from passes.transforms.time_axis import Coupling
 
-
 AGAIN = 1.0
 """The most that turns compute again, as a share of the step's flops. A forward pass is a third of a step, so a loss of
 two factors takes 0.33; the statistics of one batch normalization after another take a turn for each sum, and more is
 computed again by each: a network of many such layers would be a step many times over."""
 
 MOST = 8
-"""The most turns. Each is traced and planned as a loop of its own, so that a batch normalization in every layer of a deep
-network would take minutes to search: with 20 of them, within a memory limit, more than four times as long as without."""
+"""The most turns. Each is traced and planned as a loop of its own: with a batch normalization in each of 20 layers, a
+search within a memory limit took more than four times as long as where such steps were refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +159,7 @@ class _Turns:
     def _parted(
         self, nodes: tuple[int, ...], inputs: Sequence[int], outputs: Sequence[int]
     ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, ...]] | None:
-        """((the nodes of the first turn, what they make), the nodes of the rest); None if the rest waits for nothing."""
+        """((the nodes of the first turn, what they make), the nodes of the rest); None if nothing is waited for."""
         part, read = self._part(nodes, inputs, outputs)
         walk = walked(part, self.count, tuple(i for i, v in enumerate(read) if v in self.batch), "exact", waits=True)
         costly = costly_beside_the_batch(part, walk.rules, self.batch)

@@ -316,9 +316,9 @@ def test_stages_refuse_statistics_of_what_is_normalized():
         y = jnp.tanh(x @ p)
         return p - jax.grad(lambda q: jnp.mean((x @ q - (y - y.mean(0)) ** 2) ** 2))(p)
 
+    staged = autopar.parallelize(step, cluster="2:a100-80g", planner=autopar.Pipeline(stages=2, microbatches=2))
     with pytest.raises(PlanningError, match=r"(?s)before all of it is there.*taken for the batch: x float32\[8,4\]"):
-        stages = autopar.Pipeline(stages=2, microbatches=2)
-        autopar.parallelize(step, cluster="2:a100-80g", planner=stages).plan(jnp.ones((4, 4)), jnp.ones((8, 4)))
+        staged.plan(jnp.ones((4, 4)), jnp.ones((8, 4)))
 
 
 def test_complex_weights_of_two_real_arrays_add_up():
