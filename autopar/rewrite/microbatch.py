@@ -23,11 +23,11 @@ from autopar.rewrite.equivalents import with_turns
 from autopar.rewrite.marks import marked_once, restored
 from autopar.rewrite.row_pieces import REDUCED, Pieces, pieces_of
 from autopar.rewrite.rows_first import stacked_rows
-from passes.errors import InternalError, PlanningError
+from passes.errors import InternalError
 from passes.ir import LOOP, Graph, TensorType
 from passes.placement import Layout, Placement, Resharding, is_free, resharding_plan, rows_in_any_order
 from passes.sharding import ShardingSpec, Step, replicated
-from passes.transforms import Coupling, Split, Time, Turn, in_turn, sums_up_front, whole_layout
+from passes.transforms import Coupling, Split, Time, Turn, sums_up_front, whole_layout
 
 
 def microbatched(

@@ -28,7 +28,7 @@ def rows_by_input(traced: Traced) -> dict[int, int]:
     batch = batch_inputs(graph, traced.state_pairs, traced.named)
     state = {i for _, i in traced.state_pairs}
     others = tuple(i for i in range(len(graph.inputs)) if i not in state and i not in batch)
-    return row_dims(graph, batch, others, even_if_equal=True)
+    return row_dims(graph, batch, others)
 
 
 def with_rows_first(traced: Traced) -> tuple[Traced, tuple[int, ...]] | None:

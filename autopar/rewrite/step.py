@@ -15,7 +15,7 @@ from autopar.frontend import Traced
 from autopar.rewrite.chunked_scans import in_pieces
 from autopar.rewrite.microbatch import microbatched
 from autopar.rewrite.remat import recomputed
-from autopar.rewrite.rows_first import rows_by_input
+from autopar.rewrite.rows_first import rows_by_input, with_rows_first
 from autopar.runtime import Pieces
 from passes.errors import PlanningError
 from passes.ir import LOOP, scan_of
@@ -177,6 +177,11 @@ class _Family:
     def _refuse_stages(self, count: int) -> None:
         """Raises the PlanningError of a step that no single loop over rows of its arguments computes."""
         traced = self.traced
+        if swapped := with_rows_first(traced):
+            names = (traced.graph.input_names[i] for i in swapped[1])
+            rule = "stages take microbatches along the first dimension of an argument, and the step runs over that in order"
+            remedy = "put the batch first in what the step takes, write microbatches=1, or plan without stages"
+            raise PlanningError(explain(f"a pipeline in {count} microbatches of {', '.join(names)}", rule, "", remedy))
         in_turn(
             traced.graph,
             count,
