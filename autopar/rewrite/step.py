@@ -179,7 +179,7 @@ class _Family:
         traced = self.traced
         if swapped := with_rows_first(traced):
             names = (traced.graph.input_names[i] for i in swapped[1])
-            rule = "stages take microbatches along the first dimension of an argument, and the step runs over that in order"
+            rule = "stages take microbatches along an argument's first dimension, and the step runs over that in order"
             remedy = "put the batch first in what the step takes, write microbatches=1, or plan without stages"
             raise PlanningError(explain(f"a pipeline in {count} microbatches of {', '.join(names)}", rule, "", remedy))
         in_turn(

@@ -91,5 +91,5 @@ def test_rows_that_come_first_stay():
 
 def test_stages_take_rows_that_come_first_alone():
     planner = autopar.Pipeline(stages=2, microbatches=4)
-    with pytest.raises(autopar.PlanningError, match="(?s)microbatches of b.'reward'.*put the batch first"):
+    with pytest.raises(autopar.PlanningError, match=r"(?s)microbatches of b.'reward'.*put the batch first"):
         autopar.parallelize(rollouts, planner=planner, cluster="8:a100-80g").plan(WEIGHTS, ROLLOUT)
