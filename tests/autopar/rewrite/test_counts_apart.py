@@ -233,7 +233,7 @@ def test_stages_refuse_iterations_that_read_the_ones_before():
         return jnp.sum(lax.scan(step, jnp.zeros((TIME, WIDTH)), network(p, b["x"]))[0] ** 2)
 
     planner = autopar.Pipeline(stages=2, microbatches=4)
-    with pytest.raises(autopar.PlanningError, match="a loop runs over the batch"):
+    with pytest.raises(autopar.PlanningError, match="the step runs over that in order"):
         autopar.parallelize(step_of(loss), planner=planner).plan(PARAMS, BATCH)
 
 
