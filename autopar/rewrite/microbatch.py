@@ -7,7 +7,7 @@ three parts an operator belongs to was decided by `passes.transforms.microbatch`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,16 +19,15 @@ from jax import lax
 from autopar import jax_compat
 from autopar.frontend import Body, Traced, flatten, left_to_plan
 from autopar.lowering import Arrays, Cut, body_of, localize, walk
-from autopar.rewrite.counts_apart import with_counts_apart
-from autopar.rewrite.late_factor import with_late_factor
+from autopar.rewrite.equivalents import with_turns
 from autopar.rewrite.marks import marked_once, restored
-from autopar.rewrite.parted_rows import with_rows_parted
 from autopar.rewrite.row_pieces import REDUCED, Pieces, pieces_of
-from passes.errors import InternalError, PlanningError
+from autopar.rewrite.rows_first import stacked_rows
+from passes.errors import InternalError
 from passes.ir import LOOP, Graph, TensorType
 from passes.placement import Layout, Placement, Resharding, is_free, resharding_plan, rows_in_any_order
 from passes.sharding import ShardingSpec, Step, replicated
-from passes.transforms import Coupling, Split, Time, Turn, in_turn, sums_up_front, whole_layout
+from passes.transforms import Coupling, Split, Time, Turn, sums_up_front, whole_layout
 
 
 def microbatched(
@@ -38,12 +37,19 @@ def microbatched(
 
     Raises PlanningError where there is no batch, `count` does not divide it, or an operator couples microbatches.
     """
-    traced, turns = _turns(traced, count, coupling)
+    pairs = traced.state_pairs
+    (traced, behind), turns = with_turns(traced, count, coupling)
     body, origins = marked_once(traced)
-    graph, stacked = traced.graph, turns[0].stacked
+    graph, batch = traced.graph, turns[0].stacked
+    stacked = tuple(i for i in batch if i not in behind)
     structs = [_stacked(x, count) if i in stacked else x for i, x in enumerate(structs)]
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        rows = (stacked_rows(x, count) if i in behind else x for i, x in enumerate(inputs))
+        return _run_in_turn(body, turns, coupling, list(rows))
+
     with jax_compat.no_mesh():
-        jaxpr = jax.make_jaxpr(lambda *inputs: _run_in_turn(body, turns, coupling, inputs))(*structs)
+        jaxpr = jax.make_jaxpr(run)(*structs)
     # A pipeline looks for the loop over microbatches, also over one.
     written = flatten(jaxpr, input_names=graph.input_names, output_names=graph.output_names, single_loops=True)
     pinned = {i: placement for i, placement in graph.pinned.items() if i not in stacked}
@@ -53,46 +59,10 @@ def microbatched(
         graph=named_again,
         equations=written.matching(named_again).equations,
         constants=written.constants,
-        state_pairs=tuple(pair for pair in traced.state_pairs if pair[1] not in stacked),
+        state_pairs=tuple(pair for pair in pairs if pair[1] not in batch),
         stacked=stacked,
         jaxpr=traced.jaxpr if coupling == "exact" else None,
     )
-
-
-def _turns(traced: Traced, count: int, coupling: Coupling) -> tuple[Traced, tuple[Turn, ...]]:
-    """(the program, its loops over microbatches): rewritten if it needs none or several as it is, and then one.
-
-    Raises PlanningError as `in_turn` does for the program as it is.
-    """
-    several: tuple[Traced, tuple[Turn, ...]] | None = None
-    refusal: PlanningError | None = None
-    for program in _equivalent(traced, count):
-        pairs, named = program.state_pairs, program.named
-        try:
-            turns = in_turn(program.graph, count, state_pairs=pairs, named=named, coupling=coupling)
-        except PlanningError as error:
-            refusal = refusal or error
-            continue
-        if len(turns) == 1:
-            return program, turns
-        several = several or (program, turns)
-    if several is None:
-        raise refusal or InternalError("no program is in microbatches")
-    return several
-
-
-def _equivalent(traced: Traced, count: int) -> Iterator[Traced]:
-    """The program, and rewritten forms of it that may have one loop over microbatches where it has none."""
-    yield traced
-    if apart := with_counts_apart(traced):
-        yield apart
-    parted = with_rows_parted(traced, count) if count > 1 else None
-    if parted:
-        yield parted
-        if apart := with_counts_apart(parted):
-            yield apart
-    if count > 1 and (late := with_late_factor(parted or traced)):
-        yield late
 
 
 def function_of(traced: Traced) -> Callable[..., Arrays]:

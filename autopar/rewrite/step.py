@@ -15,9 +15,10 @@ from autopar.frontend import Traced
 from autopar.rewrite.chunked_scans import in_pieces
 from autopar.rewrite.microbatch import microbatched
 from autopar.rewrite.remat import recomputed
+from autopar.rewrite.rows_first import rows_by_input, with_rows_first
 from autopar.runtime import Pieces
 from passes.errors import PlanningError
-from passes.ir import LOOP
+from passes.ir import LOOP, scan_of
 from passes.layers import SAMPLE_BLOCKS, are_blocks_of, sample_graph
 from passes.pipeline import body_of
 from passes.step import Step, Variant
@@ -123,8 +124,8 @@ class _Family:
                 if key not in self.in_microbatches:
                     self.in_microbatches[key] = microbatched(traced, structs, count, self.coupling)
                 traced = self.in_microbatches[key]
-                if variant.stages:
-                    _check_one_loop(traced)
+                if variant.stages and not _runs_in_stages(traced):
+                    self._refuse_stages(count)
             self.known[chosen] = self._step(traced, chosen, pieces)
         return self.known[chosen]
 
@@ -154,7 +155,7 @@ class _Family:
             return None
         short, sample_structs, left_out = shortened
         short = microbatched(short, sample_structs, chosen.microbatches or 1, self.coupling)
-        if _loops(short) > 1 or not are_blocks_of(body_of(short.graph), left_out):
+        if not _runs_in_stages(short) or not are_blocks_of(body_of(short.graph), left_out):
             return None
         return self._step(short, chosen, None, left_out)
 
@@ -171,6 +172,23 @@ class _Family:
             traced=traced,
             pieces=pieces,
             family=self,
+        )
+
+    def _refuse_stages(self, count: int) -> None:
+        """Raises the PlanningError of a step that no single loop over rows of its arguments computes."""
+        traced = self.traced
+        if swapped := with_rows_first(traced):
+            names = (traced.graph.input_names[i] for i in swapped[1])
+            rule = "stages take microbatches along an argument's first dimension, and the step runs over that in order"
+            remedy = "put the batch first in what the step takes, write microbatches=1, or plan without stages"
+            raise PlanningError(explain(f"a pipeline in {count} microbatches of {', '.join(names)}", rule, "", remedy))
+        in_turn(
+            traced.graph,
+            count,
+            state_pairs=traced.state_pairs,
+            named=traced.named,
+            coupling=self.coupling,
+            in_stages=True,
         )
 
     @cached_property
@@ -198,22 +216,22 @@ class _Family:
             )[0].stacked
         except PlanningError:
             return ()
-        rows = math.gcd(*(graph.types[graph.inputs[i]].shape[0] for i in batch))
+        dims = rows_by_input(self.traced) or dict.fromkeys(batch, 0)
+        rows = math.gcd(*(graph.types[graph.inputs[i]].shape[dim] for i, dim in dims.items()))
         small = [count for count in range(1, math.isqrt(rows) + 1) if rows % count == 0]
         return tuple(sorted({*small, *(rows // count for count in small)}))
 
 
-def _loops(traced: Traced) -> int:
-    """The number of loops over microbatches, which run in turn."""
-    return sum(node.scope == LOOP and bool(node.subgraphs) for node in traced.graph.nodes)
-
-
-def _check_one_loop(traced: Traced) -> None:
-    """Raises PlanningError for a step with several loops over microbatches."""
-    if (loops := _loops(traced)) > 1:
-        rule = f"stages run one loop over microbatches; this step needs {loops} in turn, as sums over the whole batch"
-        more = f"{rule} are used before more is computed with it"
-        raise PlanningError(explain("a pipeline", more, "", "plan without stages"))
+def _runs_in_stages(traced: Traced) -> bool:
+    """Whether a program has one loop over microbatches, which reads slices of arguments: those of rows behind time are
+    made of them.
+    """
+    graph = traced.graph
+    loops = [node for node in graph.nodes if node.scope == LOOP and node.subgraphs]
+    if len(loops) != 1 or (scan := scan_of(loops[0])) is None:
+        return not loops
+    made = (v for v in loops[0].inputs[scan.fixed :] if v not in graph.inputs)
+    return all(v not in graph.producers or not graph.nodes[graph.producers[v]].inputs for v in made)
 
 
 def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, Structs, tuple[int, ...]] | None:

@@ -22,7 +22,7 @@ def row_dims(graph: Graph, batch: tuple[int, ...], others: tuple[int, ...] = ())
     """The dimension along which inputs have the batch's rows, by position; empty where that is everyone's first.
 
     Of the `batch`, that is an input's second dimension where loops run over the first, each iteration after the one
-    before, and more work is done along the second; or where positions along the first alone attend to each other.
+    before, and no less work is done along the second; or where positions along the first alone attend to each other.
     `others` may have the same rows without time, as lengths do.
     """
     dims, numbering = dim_classes(graph)
@@ -42,7 +42,7 @@ def row_dims(graph: Graph, batch: tuple[int, ...], others: tuple[int, ...] = ())
     along = {c: sum(work.flops for work in works if c in work.kept) for c in choices | heads}
     rows = max(sorted(choices), key=along.__getitem__)
     is_summed = sum(work.flops for work in works if rows in work.summed) > along[rows] / 2  # as features are
-    if is_summed or (rows not in heads and ALMOST * along[rows] <= max(map(along.__getitem__, heads), default=0)):
+    if is_summed or (rows not in heads and along[rows] < ALMOST * max(map(along.__getitem__, heads), default=0)):
         return {}
     return {i: each.index(rows) for i, each in classes.items() if rows in each}
 

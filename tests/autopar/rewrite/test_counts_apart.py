@@ -225,15 +225,16 @@ def test_chunks_that_microbatches_share_are_refused(n: int):
         autopar.parallelize(step, microbatches={3: 2, 2: 4}[n]).plan(PARAMS, batch)
 
 
-def test_iterations_that_read_the_ones_before_are_refused():
+def test_stages_refuse_iterations_that_read_the_ones_before():
     def loss(p: Params, b: Batch) -> jax.Array:
         def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
             return jnp.tanh(h @ p["layers"][0] + x), None
 
         return jnp.sum(lax.scan(step, jnp.zeros((TIME, WIDTH)), network(p, b["x"]))[0] ** 2)
 
-    with pytest.raises(autopar.PlanningError, match="a loop runs over the batch"):
-        autopar.parallelize(step_of(loss), microbatches=4).plan(PARAMS, BATCH)
+    planner = autopar.Pipeline(stages=2, microbatches=4)
+    with pytest.raises(autopar.PlanningError, match="the step runs over that in order"):
+        autopar.parallelize(step_of(loss), planner=planner).plan(PARAMS, BATCH)
 
 
 @pytest.mark.parametrize("loss", LOSSES[:-2])

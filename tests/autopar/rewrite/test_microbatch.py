@@ -225,11 +225,12 @@ def normed_step(variables: Any, batch: Any) -> Any:
     return {"params": params, "batch_stats": stats}, value
 
 
-def test_batch_statistics_are_refused_with_name_and_line():
+def test_stages_refuse_batch_statistics_with_name_and_line():
     with jax.enable_x64(True):
         _, batch = mlp()
         variables = Normed().init(KEY, batch["x"])
-        step = autopar.parallelize(normed_step, microbatches=4, cluster="4:a100-80g")
+        stages = autopar.Pipeline(stages=2, microbatches=4)
+        step = autopar.parallelize(normed_step, planner=stages, cluster="4:a100-80g")
         with pytest.raises(PlanningError, match="BatchNorm_0") as caught:
             step.plan(variables, batch)
         assert "test_microbatch.py" in str(caught.value)
@@ -310,13 +311,14 @@ def test_a_forward_pass_is_computed_in_microbatches():
     assert_close(step(weight, batch["x"]), jax.jit(lambda p, x: jnp.tanh(x @ p["w"]))(weight, batch["x"]), 1e-6)
 
 
-def test_statistics_of_what_is_normalized_are_refused_by_name():
+def test_stages_refuse_statistics_of_what_is_normalized():
     def step(p: jax.Array, x: jax.Array) -> jax.Array:
         y = jnp.tanh(x @ p)
         return p - jax.grad(lambda q: jnp.mean((x @ q - (y - y.mean(0)) ** 2) ** 2))(p)
 
+    staged = autopar.parallelize(step, cluster="2:a100-80g", planner=autopar.Pipeline(stages=2, microbatches=2))
     with pytest.raises(PlanningError, match=r"(?s)before all of it is there.*taken for the batch: x float32\[8,4\]"):
-        autopar.parallelize(step, cluster="2:a100-80g", microbatches=2).plan(jnp.ones((4, 4)), jnp.ones((8, 4)))
+        staged.plan(jnp.ones((4, 4)), jnp.ones((8, 4)))
 
 
 def test_complex_weights_of_two_real_arrays_add_up():

@@ -1,4 +1,4 @@
-"""Steps that compute with the batch again after a sum over all of it: loops over microbatches, in turn."""
+"""Steps that compute with the batch again after something needs all of it: loops over microbatches, in turn."""
 
 from __future__ import annotations
 
@@ -71,11 +71,50 @@ def in_three(state: tuple[Any, ...], x: jax.Array, y: jax.Array) -> tuple[Any, .
     return (first, second, third), learned.argmax(-1), y
 
 
+def learned(loss: Callable[[Params, jax.Array], jax.Array]) -> Callable[..., Any]:
+    def step(p: Params, x: jax.Array) -> tuple[Params, jax.Array]:
+        value, g = jax.value_and_grad(loss)(p, x)
+        return moved(p, g), value
+
+    return step
+
+
+def normalized(h: jax.Array) -> jax.Array:
+    return (h - h.mean(0)) / (h.std(0) + 1)
+
+
+def of_two_factors(p: Params, x: jax.Array) -> jax.Array:
+    """The gradient of each factor is multiplied by the other, which the whole batch decides."""
+    y = network(p, x)
+    return jnp.mean(y**2) * jnp.exp(-jnp.mean(y)) + jnp.maximum(jnp.mean(jnp.abs(y)), 0.1)
+
+
+def batch_normalized(p: Params, x: jax.Array) -> jax.Array:
+    return jnp.mean((normalized(jnp.tanh(x @ p["up"])) @ p["down"]) ** 2)
+
+
+def contrastive(p: Params, x: jax.Array) -> jax.Array:
+    """CLIP (Radford et al. 2021): each row is compared with every other one."""
+    z, other = network(p, x), network(p, -x + 1)
+    logits = z @ other.T
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)) + jnp.diag(jax.nn.log_softmax(logits.T)))
+
+
+def redundancy_reduced(p: Params, x: jax.Array) -> jax.Array:
+    """Barlow Twins (Zbontar et al. 2021): features of the whole batch are correlated."""
+    correlation = normalized(network(p, x)).T @ normalized(network(p, x + 1)) / ROWS
+    return jnp.sum((correlation - jnp.eye(WIDTH)) ** 2)
+
+
 X, Y = DRAWS.normal(size=(ROWS, WIDTH)), DRAWS.normal(size=(ROWS, WIDTH))
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "sharpness aware": (sharpness_aware, (drawn(), X), 2),
     "actor and critic": (actor_and_critic, ((drawn(), drawn(), jnp.float64(0.5)), X), 2),
     "in three": (in_three, ((drawn(), drawn(), drawn()), X, Y), 3),
+    "of two factors": (learned(of_two_factors), (drawn(), X), 2),
+    "batch normalized": (learned(batch_normalized), (drawn(), X), 2),
+    "contrastive": (learned(contrastive), (drawn(), X), 2),
+    "redundancy reduced": (learned(redundancy_reduced), (drawn(), X), 2),
 }
 PLANNERS = [autopar.DataParallel(), autopar.Zero(3), autopar.Auto()]
 
@@ -112,21 +151,23 @@ def test_a_microbatch_takes_less_memory():
     assert parts.peak_nbytes < whole.peak_nbytes / 2
 
 
-def test_turns_that_would_repeat_products_are_refused():
-    """Statistics of a layer are sums of what they normalize: its products would be in both turns."""
+def test_more_turns_than_a_search_has_time_for_are_refused_by_line():
+    """A batch normalization in every layer of a deep network needs a turn for each."""
 
-    def step(p: Params, x: jax.Array) -> Params:
-        def loss(p: Params) -> jax.Array:
-            h = x @ p["up"]
-            return jnp.mean((jnp.tanh((h - h.mean(0)) / (h.std(0) + 1)) @ p["down"]) ** 2)
+    def step(p: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(p: jax.Array) -> jax.Array:
+            h = x
+            for _ in range(8):
+                h = h + normalized(jnp.tanh(h @ p))
+            return jnp.mean(h**2)
 
-        return moved(p, jax.grad(loss)(p))
+        return p - jax.grad(loss)(p)
 
-    with pytest.raises(autopar.PlanningError, match="needs as a whole"):
-        autopar.parallelize(step, microbatches=4).plan(drawn(), X)
+    with pytest.raises(autopar.PlanningError, match=r"(?s)test_turns.py:\d+ \(normalized\).*needs as a whole"):
+        autopar.parallelize(step, microbatches=4, cluster=CLUSTER).plan(jnp.ones((WIDTH, WIDTH)), X)
 
 
 def test_stages_run_one_loop():
     planner = autopar.Pipeline(stages=2, microbatches=4)
-    with pytest.raises(autopar.PlanningError, match="this step needs 2 in turn"):
+    with pytest.raises(autopar.PlanningError, match="in a pipeline write microbatches=1"):
         autopar.parallelize(sharpness_aware, planner=planner, cluster=CLUSTER).plan(drawn(), X)
