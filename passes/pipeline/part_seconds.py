@@ -36,8 +36,9 @@ def _part_seconds(body: Graph, firsts: tuple[int, ...], cluster: Cluster) -> NDA
         return part_flops(body, firsts)
     spent = _node_seconds(body, cluster)
     parts = stages.stage_of(body, firsts)
-    nodes = np.fromiter(parts, dtype=np.intp, count=len(parts))
-    return np.bincount(np.fromiter(parts.values(), dtype=np.intp), weights=spent[nodes], minlength=len(firsts))
+    seconds = np.zeros(len(firsts))
+    np.add.at(seconds, list(parts.values()), spent[list(parts)])
+    return seconds
 
 
 @remembered

@@ -207,7 +207,7 @@ class Pipeline:
     """The planner of a pipeline: stages in a row, each planned on a submesh of its own, through which microbatches run.
 
     `submeshes` are the numbers of devices of the stages, equal by default; `schedule` is a name of `autopar.SCHEDULES`.
-    Stages are cut between the blocks of a model that repeats itself, else where few bytes cross, as even in work as
+    Stages are cut between the blocks of a model that repeats itself, else where few bytes cross, as even in time as
     that allows; with `layers` only between modules whose names match it (`"Block_*"`). With `interleave`, every submesh
     has that many stages in turn, and the schedule is `interleaved` or another one with turns.
 
