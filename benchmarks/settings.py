@@ -71,13 +71,13 @@ FIXED: Mapping[str, str] = dict.fromkeys(
 ) | dict.fromkeys(("inter_op.simulator.MICROSECONDS", "solver.formulation._MICROSECONDS"), "a unit") | dict.fromkeys(
     (
         "intra_op.axis_choices.PARTIAL", "inter_op.schedules.NOTHING", "layers.attention.FUSED",
-        "layers.attention.MADE_AGAIN", "layers.sample.OUTSIDE", "solver.formulation.UNUSED",
+        "layers.attention.MADE_AGAIN", "layers.sampling.OUTSIDE", "solver.formulation.UNUSED",
         "solver.dual_ascent._FORBIDDEN", "solver.elimination._BEYOND",
     ),
     "stands for a kind, for none, or for infinity",
 ) | {
     "intra_op.roofline.TILES": "describes a library of GPUs, measured",
-    "layers.sample.SAMPLE_BLOCKS": "two blocks at each end, which the code goes by",
+    "layers.sampling.SAMPLE_BLOCKS": "two blocks at each end, which the code goes by",
     "memory.holders.HOLDERS": "lines of a report",
     "pipeline.workers._GOODBYE_SECONDS": "no plan waits for it",
     "pipeline.workers.MOST_PROCESSES": "plans do not depend on it; one process works here",

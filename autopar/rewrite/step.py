@@ -19,7 +19,7 @@ from autopar.rewrite.rows_first import rows_by_input, with_rows_first
 from autopar.runtime import Pieces
 from passes.errors import PlanningError
 from passes.ir import LOOP, scan_of
-from passes.layers import SAMPLE_BLOCKS, are_blocks_of, sample_graph
+from passes.layers import sampling
 from passes.pipeline import body_of
 from passes.step import Step, Variant
 from passes.transforms import Coupling, Kept, Layering, in_turn, kept_of, layering
@@ -155,7 +155,7 @@ class _Family:
             return None
         short, sample_structs, left_out = shortened
         short = microbatched(short, sample_structs, chosen.microbatches or 1, self.coupling)
-        if not _runs_in_stages(short) or not are_blocks_of(body_of(short.graph), left_out):
+        if not _runs_in_stages(short) or not sampling.are_blocks_of(body_of(short.graph), left_out):
             return None
         return self._step(short, chosen, None, left_out)
 
@@ -238,8 +238,8 @@ def _shortened(traced: Traced, structs: Structs, stages: int) -> tuple[Traced, S
     """(a step without some of its blocks, its arguments, how many are left out of each stretch); None if it has more
     stages than blocks.
     """
-    sample = sample_graph(traced.graph, traced.state_pairs)
-    if sample is None or sum(missing + SAMPLE_BLOCKS for missing in sample.left_out if missing) < stages:
+    sample = sampling.sample_graph(traced.graph, traced.state_pairs)
+    if sample is None or sum(missing + sampling.SAMPLE_BLOCKS for missing in sample.left_out if missing) < stages:
         return None
     short = replace(
         traced,

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from passes.cluster import Mesh
 from passes.intra_op.build_problem import remade, visible
@@ -18,7 +19,7 @@ from passes.intra_op.rearranging import rearranging_seconds
 from passes.intra_op.roofline import computing_dtype, group_seconds, is_no_kernel, local_flops, times_made
 from passes.intra_op.stacks import copies
 from passes.ir import PHASES, Body, Control, Graph, Node, Phase, phase
-from passes.placement import Grouping, Layout, OperatorGroup, Placement
+from passes.placement import Grouping, Layout, OperatorGroup, Placement, group
 from passes.rules import Assignment, ShardingRule
 from passes.sharding import ShardingSpec
 
@@ -39,9 +40,7 @@ def operator_seconds(
     The groups of a graph that is `inside` a loop or branch run `weight` times a step.
     """
     for when, operator_group, spent in _spent(graph, grouping, mesh, layout, inside=inside):
-        members = sorted(operator_group.members)
-        heaviest = next((member for member in members if grouping.rules[member].is_product), members[0])
-        yield when, graph.nodes[heaviest], weight * spent
+        yield when, graph.nodes[_heaviest(operator_group, grouping)], weight * spent
     for index, control in grouping.controls.items():
         node, spent = graph.nodes[index], _copying(control, grouping.bodies[index], mesh, layout.placements[index])
         if spent:
@@ -49,6 +48,28 @@ def operator_seconds(
     for body, within, placed in _bodies(grouping, layout):
         runs = weight * body.runs
         yield from operator_seconds(body.graph, within, mesh, placed, weight=runs, inside=True)
+
+
+def node_seconds(body: Graph, mesh: Mesh, layout: Layout) -> NDArray[np.float64]:
+    """Seconds [nodes] of the body of a loop in one trip: of an operator group at its heaviest member, and of a loop
+    with all that is in it.
+    """
+    grouping, seconds = group(body, inside=True), np.zeros(len(body.nodes))
+    for _, operator_group, spent in _spent(body, grouping, mesh, layout, inside=True):
+        seconds[_heaviest(operator_group, grouping)] += spent
+    for index, control in grouping.controls.items():
+        placement, groupings = layout.placements[index], grouping.bodies[index]
+        seconds[index] += _copying(control, groupings, mesh, placement)
+        for inner, within, placed in zip(control.bodies, groupings, placement.bodies, strict=True):
+            spent_inside = operator_seconds(inner.graph, within, mesh, placed, weight=inner.runs, inside=True)
+            seconds[index] += sum(spent for _, _, spent in spent_inside)
+    return seconds
+
+
+def _heaviest(operator_group: OperatorGroup, grouping: Grouping) -> int:
+    """The first product of an operator group, or its first member."""
+    members = sorted(operator_group.members)
+    return next((member for member in members if grouping.rules[member].is_product), members[0])
 
 
 def _copying(control: Control, groupings: Sequence[Grouping], mesh: Mesh, placement: Placement) -> float:

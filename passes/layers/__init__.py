@@ -2,21 +2,20 @@
 blocks.
 """
 
-from passes.layers import forward, layer_names, modules
+from passes.layers import forward, layer_names, modules, sampling
 from passes.layers.attention import fused_attention
 from passes.layers.batch import OTHERWISE, batch_inputs, loops_over_batch, rows_along, taken_for
+from passes.layers.cuts import Weigh, part_flops
 from passes.layers.dims import DimClasses, Numbering, split_for_loop
 from passes.layers.repeats import Cuts, in_blocks, most_layers, stage_cuts
-from passes.layers.sample import SAMPLE_BLOCKS, are_blocks_of, sample_graph
 from passes.layers.time_first import row_dims
 
 __all__ = [
     "OTHERWISE",
-    "SAMPLE_BLOCKS",
     "Cuts",
     "DimClasses",
     "Numbering",
-    "are_blocks_of",
+    "Weigh",
     "batch_inputs",
     "forward",
     "fused_attention",
@@ -25,9 +24,10 @@ __all__ = [
     "loops_over_batch",
     "modules",
     "most_layers",
+    "part_flops",
     "row_dims",
     "rows_along",
-    "sample_graph",
+    "sampling",
     "split_for_loop",
     "stage_cuts",
     "taken_for",

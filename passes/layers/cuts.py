@@ -6,7 +6,7 @@ Reference: layer clustering of Zheng et al., "Alpa" (OSDI 2022), section 5.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -35,6 +35,10 @@ as much.
 """
 
 
+Weigh = Callable[[Graph, Sequence[int]], NDArray[np.float64]]
+"""The work of each part of a forward pass, in any unit, from the first nodes of all parts."""
+
+
 def crossing_nbytes(body: Graph, nodes: Sequence[int]) -> NDArray[np.float64]:
     """Bytes [len(nodes) + 1] that cross each cut: cut i is before node i; nothing crosses the ends."""
     place = {node: i for i, node in enumerate(nodes)}
@@ -61,7 +65,13 @@ def _flops(body: Graph, index: int) -> float:
     return inside * (trips if isinstance(trips, int) else 1)
 
 
-def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
+def part_flops(body: Graph, firsts: Sequence[int]) -> NDArray[np.float64]:
+    """Flops of the forward pass of each part, of which `firsts` are the first nodes."""
+    nodes = forward_nodes(body)
+    return np.add.reduceat(work(body, nodes), np.searchsorted(nodes, firsts))
+
+
+def even_cuts(body: Graph, n_stages: int, pattern: str = "", weigh: Weigh = part_flops) -> tuple[int, ...]:
     """The first body node of each of `n_stages` stages of even work, cut where few bytes cross.
 
     With a `pattern` of module names, cuts are only where one matching module gives way to another. Raises PlanningError
@@ -70,8 +80,8 @@ def even_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
     if n_stages == 1:
         return (0,)
     nodes = forward_nodes(body)
-    crossing, flops = crossing_nbytes(body, nodes), work(body, nodes)
-    total = np.concatenate([[0.0], np.cumsum(flops)])
+    crossing, weights = crossing_nbytes(body, nodes), weigh(body, nodes)
+    total = np.concatenate([[0.0], np.cumsum(weights)])
     least, most = MARGIN * total[-1], (1 - MARGIN) * total[-1]
     inner = [i for i in range(1, len(nodes)) if least < total[i] < most]
     if pattern:
@@ -106,17 +116,15 @@ def _cheapest(
     n_stages: int,
     limit: float,
 ) -> tuple[int, ...]:
-    """The `n_stages` - 1 places where fewest bytes cross, with no stage of more than `limit` flops; empty if there are
-    none.
-    """
+    """The `n_stages` - 1 places where fewest bytes cross, no stage with more work than `limit`; empty if none are."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for _ in range(n_stages - 1):
         extended: dict[int, tuple[float, tuple[int, ...]]] = {}
         begins, partials = np.array(list(best), dtype=np.intp), list(best.values())
-        costs, flops_before = np.array([cost for cost, _ in partials]), total[begins]
+        costs, work_before = np.array([cost for cost, _ in partials]), total[begins]
         for place in places:
             reached = np.where(
-                (begins < place) & (total[place] - flops_before <= limit), costs + crossing[place], np.inf
+                (begins < place) & (total[place] - work_before <= limit), costs + crossing[place], np.inf
             )
             cost = float(reached.min(initial=np.inf))
             if cost < np.inf:

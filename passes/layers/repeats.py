@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from passes.errors import PlanningError
 from passes.ir import Graph
-from passes.layers.cuts import crossing_nbytes, even_cuts, work
+from passes.layers.cuts import Weigh, crossing_nbytes, even_cuts, part_flops, work
 from passes.layers.even_ranges import even_ranges
 from passes.layers.forward import forward_nodes
 
@@ -58,56 +58,57 @@ class Cuts:
     even: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
 
 
-def in_blocks(body: Graph, n_layers: int, left_out: Sequence[int] = (), also: Sequence[int] = ()) -> Cuts:
-    """The forward pass in blocks, and the blocks in `n_layers` layers of even work.
+def in_blocks(
+    body: Graph, n_layers: int, left_out: Sequence[int] = (), also: Sequence[int] = (), weigh: Weigh = part_flops
+) -> Cuts:
+    """The forward pass in blocks, and the blocks in `n_layers` layers of even work, by default in flops.
 
     In a sample, of each stretch of equal blocks so many of `left_out` are missing after the second; `also` are other
     numbers of stages to cut it into. Raises PlanningError where there are too few places to cut into layers.
     """
     nodes = forward_nodes(body)
-    flops = work(body, nodes)
     repeated = stretches(body, 0.0 if any(left_out) else COVERED)
     inner = sorted({first for stretch in repeated for first in stretch if first > nodes[0]})
     firsts = (0, *inner)  # what precedes is on every stage
     if len(firsts) + sum(left_out) < n_layers:
-        return _uneven(body, n_layers, also)
+        return _uneven(body, n_layers, also, weigh)
     missing = {firsts.index(stretch[1]): count for stretch, count in zip(repeated, left_out, strict=False)}
     order = [block for block in range(len(firsts)) for _ in range(1 + missing.get(block, 0))]
-    block_flops = np.add.reduceat(flops, np.searchsorted(nodes, firsts))[order].tolist()
-    evenly = {n: tuple(first for first, _ in even_ranges(block_flops, n)) for n in {n_layers, *also} if n <= len(order)}
+    weights = weigh(body, firsts)[order].tolist()
+    evenly = {n: tuple(first for first, _ in even_ranges(weights, n)) for n in {n_layers, *also} if n <= len(order)}
     return Cuts(firsts=firsts, blocks=tuple(order), layers=evenly[n_layers], even=evenly)
 
 
-def _uneven(body: Graph, n_layers: int, also: Sequence[int]) -> Cuts:
+def _uneven(body: Graph, n_layers: int, also: Sequence[int], weigh: Weigh) -> Cuts:
     """The layers and even stages of a forward pass that does not repeat itself often enough."""
-    evenly = {n_layers: even_cuts(body, n_layers)}
+    evenly = {n_layers: even_cuts(body, n_layers, weigh=weigh)}
     for n_stages in also:
         if n_stages < n_layers:
             with suppress(PlanningError):  # it cannot be cut into so many
-                evenly[n_stages] = stage_cuts(body, n_stages)
+                evenly[n_stages] = stage_cuts(body, n_stages, weigh=weigh)
     firsts = sorted(set(itertools.chain.from_iterable(evenly.values())))
     number = {first: block for block, first in enumerate(firsts)}
     numbered = {n: tuple(number[first] for first in begins) for n, begins in evenly.items()}
     return Cuts(firsts=tuple(firsts), blocks=tuple(range(len(firsts))), layers=numbered[n_layers], even=numbered)
 
 
-def most_layers(body: Graph, at_most: int, left_out: Sequence[int] = ()) -> int:
+def most_layers(body: Graph, at_most: int, left_out: Sequence[int] = (), weigh: Weigh = part_flops) -> int:
     """The number of layers that a forward pass can be cut into, at most `at_most`; 1 where it cannot be cut."""
     for n_layers in range(at_most, 1, -1):
         with suppress(PlanningError):
-            return len(in_blocks(body, n_layers, left_out).layers)
+            return len(in_blocks(body, n_layers, left_out, weigh=weigh).layers)
     return 1
 
 
-def stage_cuts(body: Graph, n_stages: int, pattern: str = "") -> tuple[int, ...]:
+def stage_cuts(body: Graph, n_stages: int, pattern: str = "", weigh: Weigh = part_flops) -> tuple[int, ...]:
     """The first body node of each of `n_stages` stages, between equal blocks where a model has enough of them.
 
     Otherwise, or with a `pattern` of module names, they are those of `even_cuts`, which raises PlanningError where
     there are too few.
     """
     if pattern or n_stages == 1:
-        return even_cuts(body, n_stages, pattern)
-    cuts = in_blocks(body, n_stages)
+        return even_cuts(body, n_stages, pattern, weigh)
+    cuts = in_blocks(body, n_stages, weigh=weigh)
     return tuple(cuts.firsts[cuts.blocks[block]] for block in cuts.layers)
 
 

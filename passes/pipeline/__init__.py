@@ -1,6 +1,7 @@
 """Steps in stages: the costs of blocks as stages, the search over stages by them, and the plans of pipelines."""
 
 from passes.pipeline.assemble import PipelineOptions, body_of, check_submeshes, layered, pipelined, recounted
+from passes.pipeline.part_seconds import weigh_on
 from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.search import StagedSearch
 from passes.pipeline.search_options import SearchOptions
@@ -24,4 +25,5 @@ __all__ = [
     "samples_of",
     "subgraph_of",
     "value_specs",
+    "weigh_on",
 ]

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from passes.errors import PlanningError
-from passes.layers import SAMPLE_BLOCKS, most_layers
+from passes.layers import Weigh, most_layers, part_flops, sampling
 from passes.pipeline.assemble import body_of
 from passes.pipeline.step_blocks import Sample
 from passes.step import Step, Variant
@@ -46,13 +46,14 @@ def sampled(step: Step, stages: int, count: int) -> Sample | None:
     return Sample(graph=variant.graph, state_pairs=variant.state_pairs, left_out=variant.left_out)
 
 
-def layers_of(samples: Mapping[int, Sample], layers: int | None, most: int) -> int:
+def layers_of(samples: Mapping[int, Sample], layers: int | None, most: int, weigh: Weigh = part_flops) -> int:
     """The number of layers into which every sample can be cut; at most `layers`, by default `most` or as many as pay.
 
     1 if the step cannot be cut, or if there are no samples.
     """
     limit = layers or max((finest(sample, most) for sample in samples.values()), default=1)
-    return min((most_layers(body_of(sample.graph), limit, sample.left_out) for sample in samples.values()), default=1)
+    counts = (most_layers(body_of(sample.graph), limit, sample.left_out, weigh) for sample in samples.values())
+    return min(counts, default=1)
 
 
 def finest(sample: Sample, layers: int) -> int:
@@ -61,7 +62,7 @@ def finest(sample: Sample, layers: int) -> int:
     """
     if not any(sample.left_out):
         return layers
-    n_blocks = sum(missing + SAMPLE_BLOCKS for missing in sample.left_out if missing)
+    n_blocks = sum(missing + sampling.SAMPLE_BLOCKS for missing in sample.left_out if missing)
     return max(layers, math.ceil(n_blocks / math.ceil(n_blocks / FINEST)))
 
 

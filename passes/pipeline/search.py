@@ -19,6 +19,7 @@ from passes.pipeline.block_solver import BlockSolver
 from passes.pipeline.draft_space import MOST_PLANNED_NODES, NEAR_BEST, DraftSpace, size
 from passes.pipeline.drafting import MOST_UNFIT, SLACK, Drafting
 from passes.pipeline.drafts import DraftSearch
+from passes.pipeline.part_seconds import weigh_on
 from passes.pipeline.search_options import SearchOptions
 from passes.pipeline.shapes import Draft, evenly, first_of_each
 from passes.pipeline.stage_plans import StagePlans
@@ -69,7 +70,7 @@ class StagedSearch:
         self.block_costs = BlockCosts(BlockSolver(options=options.solver, restrict=options.pinned))
         also = sorted({groups * chunks for groups, chunks in evenly(options.cluster.n_devices)})
         self.table = StageCostTable(
-            step=StepBlocks(samples=self.samples, n_layers=self.layers, also=also),
+            step=StepBlocks(samples=self.samples, n_layers=self.layers, also=also, weigh=weigh_on(options.cluster)),
             cluster=options.cluster,
             meshes=options.meshes,
             block_costs=self.block_costs,

@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from passes.errors import InternalError
 from passes.ir import Graph, StatePairs
-from passes.layers import Cuts, in_blocks
+from passes.layers import Cuts, Weigh, forward, in_blocks, part_flops
 from passes.pipeline.assemble import body_of, sent_nbytes
 from passes.pipeline.blocks import Block, alike
 from passes.transforms import stages
@@ -38,12 +41,13 @@ class Sample:
 class StepBlocks:
     """The blocks and layers of a step, given a sample for each number of microbatches.
 
-    `also` are numbers of even stages into which it can be cut, whatever the layers.
+    `also` are numbers of even stages into which it can be cut, whatever the layers; parts are even as `weigh` has it.
     """
 
     samples: Mapping[int, Sample]
     n_layers: int
     also: Sequence[int] = ()
+    weigh: Weigh = part_flops
     _cuts: dict[int, Cuts] = field(default_factory=dict[int, Cuts])
     _blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict[int, tuple[Block, ...]])
     _counts: dict[tuple[int, int, int], tuple[Counted, ...]] = field(
@@ -56,8 +60,16 @@ class StepBlocks:
         """The step in that many microbatches, cut into blocks and layers."""
         if microbatches not in self._cuts:
             sample = self.samples[microbatches]
-            self._cuts[microbatches] = in_blocks(body_of(sample.graph), self.n_layers, sample.left_out, self.also)
+            body = body_of(sample.graph)
+            self._cuts[microbatches] = in_blocks(body, self.n_layers, sample.left_out, self.also, self._weigh)
         return self._cuts[microbatches]
+
+    def _weigh(self, body: Graph, firsts: Sequence[int]) -> NDArray[np.float64]:
+        """The work of each part as it is in the first sample, so that cuts are the same in every number of
+        microbatches.
+        """
+        first = body_of(next(iter(self.samples.values())).graph)
+        return self.weigh(first if forward.forward_nodes(first) == forward.forward_nodes(body) else body, firsts)
 
     def span(self, first: int, last: int, microbatches: int) -> tuple[int, int]:
         """The first of the blocks of some layers, and the one after their last."""
@@ -89,7 +101,9 @@ class StepBlocks:
 
     def firsts(self, graph: Graph, begins: Sequence[int], microbatches: int) -> tuple[int, ...]:
         """The nodes of the whole step's loop body with which these blocks begin."""
-        whole, cuts = in_blocks(body_of(graph), self.n_layers, also=self.also), self.cuts(microbatches)
+        is_sampled = any(self.samples[microbatches].left_out)  # then blocks alone are asked for, whatever their work
+        weigh, cuts = part_flops if is_sampled else self._weigh, self.cuts(microbatches)
+        whole = in_blocks(body_of(graph), self.n_layers, also=self.also, weigh=weigh)
         if len(whole.blocks) != len(cuts.blocks):
             raise InternalError(f"a step of {len(whole.blocks)} blocks was searched as {len(cuts.blocks)}")
         return tuple(whole.firsts[whole.blocks[block]] for block in begins)

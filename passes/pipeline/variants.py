@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from passes.ir import Graph
+from passes.layers import Weigh, part_flops
 from passes.pipeline.samples import layers_of, samples_of
 from passes.pipeline.search import StagedSearch
 from passes.pipeline.step_blocks import Sample
@@ -45,8 +46,8 @@ Samples = dict[int, Sample]
 class StagedVariants:
     """The searches over stages of a `step` and its variants with less kept; `samples` are those for `stages` stages.
 
-    `begin(step=, samples=, layers=, context=)` makes the search of one variant in at most `layers` layers, whose plans
-    must stay below the cutoff of the `context`.
+    `begin(step=, samples=, layers=, context=)` makes the search of one variant in at most `layers` layers, even as
+    `weigh` has it, whose plans must stay below the cutoff of the `context`.
     """
 
     step: Step
@@ -55,6 +56,7 @@ class StagedVariants:
     layers: int
     begin: Callable[..., StagedSearch]
     context: SearchContext
+    weigh: Weigh = part_flops
     searches: list[StagedSearch] = field(default_factory=list[StagedSearch])
 
     def run(self, cutoff: float) -> PipelinePlan | None:
@@ -87,7 +89,8 @@ class StagedVariants:
         for kept in LESS_KEPT if self.step.layers and not _recomputes(self.step.graph) else ():
             step = self.step.keeping(kept)
             samples = samples_of(step, self.stages)
-            if (layers := layers_of(samples, self.layers, self.layers)) > 1:  # it may have fewer places to be cut
+            layers = layers_of(samples, self.layers, self.layers, self.weigh)  # it may have fewer places to be cut
+            if layers > 1:
                 yield step, samples, layers
 
     @property

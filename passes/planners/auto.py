@@ -19,7 +19,7 @@ and where that does not fit in memory:
 and for a pipeline, around that:
 
     microbatch the batch axis in time: what is once before, a loop, once after      transforms/microbatch.py
-    sample     equal blocks are found, and prices on a step with few of them        layers/sample.py
+    sample     equal blocks are found, and prices on a step with few of them        layers/sampling.py
     layers     runs of blocks, or places in the forward pass that few bytes cross   layers/repeats.py, layers/cuts.py
     price      each block as a stage of its own, on every mesh that may be best     pipeline/stage_table.py
     share      prices and plans of stages are found by several processes            pipeline/workers.py
@@ -56,7 +56,7 @@ from passes.intra_op import (
 from passes.ir import Graph, has_effect
 from passes.limits import Limits
 from passes.memory import margin_of
-from passes.pipeline import Sample, SearchOptions, StagedSearch, StagedVariants, layers_of, samples_of
+from passes.pipeline import Sample, SearchOptions, StagedSearch, StagedVariants, layers_of, samples_of, weigh_on
 from passes.plan import INTERRUPTED, Alternative, AnyPlan, PipelinePlan, Plan
 from passes.planners.checks import (
     check_counts,
@@ -214,14 +214,13 @@ class Auto:
         Raises OverBudgetError where nothing fits, with the plan of least memory of all.
         """
         samples = samples_of(step, self.pieces)
-        layers = layers_of(samples, self.layers, LAYERS)
+        layers = layers_of(samples, self.layers, LAYERS, weigh_on(cluster))
         if self.stages is not None and layers < self.stages:
             raise _too_many(self.stages, layers)
         if layers < 2:  # it has no batch, or cannot be cut
             return self.choose(step, cluster, context)
         pins.ByName(cast("pins.Pins", self.pins)).check(step.graph)
-        whole: Plan | None = None
-        refused: PlanningError | None = None
+        whole, refused = cast("Plan | None", None), cast("PlanningError | None", None)
         staged: PipelinePlan | None = None
         is_deep = any(any(sample.left_out) for sample in samples.values())
         if not is_deep and not self.stages:
@@ -232,8 +231,7 @@ class Auto:
             if context.is_interrupted:
                 return _or_raise(whole, refused)
         best_seconds, cutoff = (whole.step_seconds, whole.step_seconds) if whole else (None, math.inf)
-        part = context.part("stages", best=lambda _: best_seconds)
-        staging = self._staging(cluster, step, samples, layers, part)
+        staging = self._staging(cluster, step, samples, layers, context.part("stages", best=lambda _: best_seconds))
         with context.ending_early():
             try:
                 staged = staging.run(cutoff)
@@ -266,9 +264,14 @@ class Auto:
             pinned=pins.ByName(cast("pins.Pins", self.pins)) if self.pins else None,
             counts=(self.stages,) if self.stages else (),
         )
-        begin = partial(StagedSearch, options=options)
         return StagedVariants(
-            step=step, samples=samples, stages=self.pieces, layers=layers, begin=begin, context=context
+            step=step,
+            samples=samples,
+            stages=self.pieces,
+            layers=layers,
+            weigh=weigh_on(cluster),
+            begin=partial(StagedSearch, options=options),
+            context=context,
         )
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:

@@ -20,7 +20,7 @@ from passes.errors import PlanMismatchError, PlanningError, explain
 from passes.intra_op import Assembly, MeshProblems, cheapest_plan, layouts, named, pins, restrictions
 from passes.ir import TensorType
 from passes.layers import stage_cuts
-from passes.pipeline import PipelineOptions, body_of, check_submeshes, pipelined, recounted
+from passes.pipeline import PipelineOptions, body_of, check_submeshes, pipelined, recounted, weigh_on
 from passes.plan import STAGE, AnyPlan, Plan, load_plan
 from passes.planners.checks import (
     check_count,
@@ -191,7 +191,7 @@ class Megatron:
             restrict = partial(restrictions.megatron, batch=step.batch, is_state_cut=self.zero > 0)
             problems = MeshProblems(step=step, restrict=restrict)
             return Planned.of(cheapest_plan(self.name, problems, [mesh], self.solver), step)
-        firsts = stage_cuts(body_of(step.graph), self.stages)
+        firsts = stage_cuts(body_of(step.graph), self.stages, weigh=weigh_on(cluster))
         schedule = checked_schedule("Megatron", self.schedule, self.interleave)
 
         def plan_stage(part: Step, stage: int) -> Plan:
@@ -207,7 +207,7 @@ class Pipeline:
     """The planner of a pipeline: stages in a row, each planned on a submesh of its own, through which microbatches run.
 
     `submeshes` are the numbers of devices of the stages, equal by default; `schedule` is a name of `autopar.SCHEDULES`.
-    Stages are cut between the blocks of a model that repeats itself, else where few bytes cross, as even in work as
+    Stages are cut between the blocks of a model that repeats itself, else where few bytes cross, as even in time as
     that allows; with `layers` only between modules whose names match it (`"Block_*"`). With `interleave`, every submesh
     has that many stages in turn, and the schedule is `interleaved` or another one with turns.
 
@@ -263,7 +263,8 @@ class Pipeline:
         for pinned in by_name:
             pinned.check(step.graph)
         step = step.variant(Variant(microbatches=self.microbatches, stages=self.stages * self.interleave))
-        firsts = stage_cuts(body_of(step.graph), self.stages * self.interleave, self.layers)
+        n_stages = self.stages * self.interleave
+        firsts = stage_cuts(body_of(step.graph), n_stages, self.layers, weigh_on(cluster))
 
         def plan_stage(part: Step, stage: int) -> Plan:
             submesh = stage % self.stages

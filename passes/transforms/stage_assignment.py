@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -34,7 +35,7 @@ class StageAssignment:
             if forward.adds_up(node):
                 at = max((self.made[v] for v in node.inputs if v in self.made), default=0)
             elif index not in self.late:
-                at = max(sum(first <= index for first in self.firsts) - 1, 0)
+                at = max(bisect_right(self.firsts, index) - 1, 0)
                 places.setdefault(node.scope, set()).add(at)
             else:
                 at = self._backward_stage(node, places)

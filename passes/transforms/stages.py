@@ -8,11 +8,13 @@ crosses stages inside the loop is sent once a microbatch, as a *stream*; one tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from passes.errors import PlanningError, explain
 from passes.ir import Graph, Node, Scan, StatePairs, has_effect, phase
+from passes.layers import forward
 from passes.rules import remembered
+from passes.transforms.stage_assignment import StageAssignment
 from passes.transforms.stage_drafts import LoopDrafts, StepDrafts
 from passes.transforms.stage_parts import Origin, Part, Stages
 
@@ -56,6 +58,12 @@ def _cut(graph: Graph, firsts: tuple[int, ...], state_pairs: StatePairs) -> Stag
         output_stages=tuple(step.stage_of_output(v) for v in graph.outputs),
         microbatches=loop.scan.length,
     )
+
+
+def stage_of(body: Graph, firsts: Sequence[int]) -> Mapping[int, int]:
+    """The stage of each node of a loop's body that is cut at the nodes `firsts`; what every stage makes has none."""
+    late, anywhere = forward.after_backward(body), forward.everywhere(body)
+    return StageAssignment(body=body, firsts=tuple(firsts), late=late, anywhere=anywhere).stage
 
 
 def _part(loop: LoopDrafts, step: StepDrafts, at: int) -> Part:

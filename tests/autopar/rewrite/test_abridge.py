@@ -18,8 +18,8 @@ from passes import inter_op
 from passes.cluster import parse_cluster
 from passes.inter_op import SCHEDULES, Submesh
 from passes.intra_op import layouts
-from passes.layers import SAMPLE_BLOCKS, in_blocks, sample_graph
-from passes.layers.repeats import stretches
+from passes.layers.repeats import in_blocks, stretches
+from passes.layers.sampling import SAMPLE_BLOCKS, sample_graph
 from passes.limits import Limits
 from passes.pipeline import Sample, SearchOptions, StagedSearch, body_of, prefetch
 from passes.pipeline import search as staged

@@ -13,10 +13,10 @@ import pytest
 
 import autopar
 from autopar.rewrite import step_of
-from passes.layers import SAMPLE_BLOCKS
 from passes.layers.cuts import work
 from passes.layers.forward import forward_nodes
 from passes.layers.repeats import stretches
+from passes.layers.sampling import SAMPLE_BLOCKS
 from passes.pipeline.samples import finest, sampled
 from passes.pipeline.step_blocks import Sample, StepBlocks
 from passes.step import Variant
