@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax.sharding import Sharding
 
 from autopar import jax_compat
 from autopar.errors import UnsupportedError
-from autopar.frontend.bodies import Body, Equation
+from autopar.frontend.bodies import Body, Equation, live_body
 from autopar.frontend.by_row import (
     GATHER,
     SCATTERS,
@@ -55,7 +56,8 @@ from autopar.frontend.primitives import (
 )
 from autopar.frontend.row_loops import RowLoops
 from autopar.frontend.row_tests import tested_by_row
-from passes.ir import Graph, Node, TensorType
+from autopar.frontend.sums_of_parts import joined_sum
+from passes.ir import Node, TensorType
 
 ROWWISE = SCATTERS | {GATHER}
 """Primitives that may take one element of each row."""
@@ -227,12 +229,21 @@ class _Builder:
             return self.inline(*jax_compat.open_jaxpr(taken), inputs[1:], site)
         if not self.single_loops and equation.params.get("length") == 1 and "jaxpr" in equation.params:
             return _once(self, equation, inputs, site)
+        if (joined := joined_sum(equation, inputs, self.values)) is not None:
+            return self._joined(equation, joined, site)
         if equation.primitive.name not in ROWWISE:
             return None
         if number_of(inputs[1], self.values) == 0 and (jaxpr := taken_whole(equation)) is not None:
             return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
         rows = by_row(equation.primitive.name, equation.params, inputs, self.values)
         return self._by_row(equation, inputs, rows, site) if rows else None
+
+    def _joined(self, equation: Any, parts: Sequence[int | tuple[int, ...]], site: Site) -> Sequence[int]:
+        """The output value of parts that are joined, a shape standing for zeros."""
+        (result,) = equation.outvars
+        zeros = partial(jax.ShapeDtypeStruct, dtype=result.aval.dtype)
+        operands = tuple(p if isinstance(p, int) else self._spread(0.0, zeros(p), site) for p in parts)
+        return self.write(concatenate_p, operands, (self.fresh(result.aval),), {"dimension": 0}, site)
 
     def _by_row(self, equation: Any, inputs: tuple[int, ...], rows: Rows, site: Site) -> Sequence[int]:
         """The output values of a gather or scatter rewritten to take rows one by one."""
@@ -347,50 +358,10 @@ def _barrier(build: _Builder, equation: Any, inputs: tuple[int, ...], site: Site
 def _finished(
     build: _Builder, inputs: list[int], outputs: list[int], input_names: tuple[str, ...], output_names: tuple[str, ...]
 ) -> Body:
-    """The program written so far, without dead equations, its values numbered in order of appearance."""
-    live = set(outputs)
-    picked: list[int] = []
-    for index in reversed(range(len(build.nodes))):
-        node = build.nodes[index]
-        if index in build.kept or not live.isdisjoint(node.outputs):
-            live.update(node.inputs)
-            picked.append(index)
-    picked.reverse()
-    constants = [v for v in build.constants if v in live]
-    literals = [v for v in build.literals if v in live]
-    order = [*inputs, *constants, *literals, *(v for i in picked for v in build.nodes[i].outputs)]
-    number = {value: index for index, value in enumerate(order)}
-
-    def renumber(values: Sequence[int]) -> tuple[int, ...]:
-        return tuple([number[v] for v in values])
-
-    graph = Graph(
-        types=tuple(build.types[v] for v in order),
-        nodes=tuple(
-            Node(
-                primitive=node.primitive,
-                inputs=renumber(node.inputs),
-                outputs=renumber(node.outputs),
-                params=node.params,
-                subgraphs=node.subgraphs,
-                source=node.source,
-                scope=node.scope,
-            )
-            for node in (build.nodes[i] for i in picked)
-        ),
-        inputs=renumber(inputs),
-        outputs=renumber(outputs),
-        constants=renumber(constants),
-        literals={number[v]: build.literals[v] for v in literals},
-        input_names=input_names,
-        output_names=output_names,
-    )
-    graph.verify()
-    return Body(
-        graph=graph,
-        equations=tuple(build.equations[i] for i in picked),
-        constants=tuple(build.constants[v] for v in constants),
-    )
+    """The program written so far."""
+    steps = list(zip(build.nodes, build.equations, strict=True))
+    body = live_body(build.types, steps, build.kept, inputs, outputs, build.literals, build.constants)
+    return replace(body, graph=replace(body.graph, input_names=input_names, output_names=output_names))
 
 
 def _several(jaxprs: Any) -> tuple[Any, ...]:

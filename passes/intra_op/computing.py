@@ -203,7 +203,7 @@ class _PlacedGraph:
         """
         node, placement = self.graph.nodes[member], self.placements[member]
         operand = self.graph.types[node.inputs[position]]
-        if position not in self.grouping.rules[member].sparse:
+        if position not in self.grouping.rules[member].read_in_part:
             return placement.operands[position].local_nbytes(operand, self.mesh)
         result = self.graph.types[node.outputs[0]]
         local_nbytes = placement.results[0].local_nbytes(result, self.mesh)

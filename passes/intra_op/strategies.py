@@ -283,7 +283,7 @@ class _Pricing:
     def _read_nbytes(self, position: int, operand: int) -> int:
         member = self.members[position]
         nbytes = 0 if (position, operand) in self.signature.unread else member.reads[operand].nbytes
-        return min(nbytes, member.writes[0].nbytes) if operand in member.rule.sparse else nbytes
+        return min(nbytes, member.writes[0].nbytes) if operand in member.rule.read_in_part else nbytes
 
     def _reshard_seconds(self) -> Floats:
         total = np.zeros(len(self.space.axis_choices))

@@ -84,11 +84,11 @@ class _Columns:
     def gathered(self, walks: list[GroupWalk]) -> StrategySpace:
         """The strategy space whose strategies are these walks, in order."""
         signature = self.signature
-        sparse = [operand in signature.rules[position].rule.sparse for position, operand in self.reads]
+        in_part = [operand in signature.rules[position].rule.read_in_part for position, operand in self.reads]
         pieces, interface = list[list[int]](), list[list[int]]()
         for walk in walks:
-            # Of a sparse operand as many elements are read as the result has.
-            ports = zip(sparse, self.reads, walk.reads, strict=True)
+            # Of a table or what is sliced as many elements are read as the result has.
+            ports = zip(in_part, self.reads, walk.reads, strict=True)
             read = [walk.home[signature.makes[at][0]] if rare else spec for rare, (at, _), spec in ports]
             leaving, absorbed = ([walk.at(v) for v in values] for values in (signature.visible, signature.absorbed))
             pieces.append(self._numbered([*read, *leaving]))

@@ -146,7 +146,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         linear=((0,),),
         flops=0.0,
     )
-    return replace(base, localized=True, moves=moved(*(d for d, (a, b) in enumerate(pairs) if a > b > 1)))
+    moves = moved(*(d for d, (a, b) in enumerate(pairs) if a > b > 1))
+    return replace(base, localized=True, slices=True, moves=moves)
 
 
 @rule("rev")

@@ -60,6 +60,7 @@ class ShardingRule:
     `draws`            it draws random numbers
     `accumulates`      it adds up cotangents of one value, in whatever order
     `sums`             it adds its operands, or takes the second from the first
+    `slices`           the result is a part of the operand, of which nothing else is read
     `splits`           (a dimension of the operand whose first part is the result's first, that of the result with the
                        rest of it)
     `moves`            (an operand, a dimension of it, one of results), of which one is never cut, though the elements
@@ -99,6 +100,7 @@ class ShardingRule:
     draws: bool = False
     accumulates: bool = False
     sums: bool = False
+    slices: bool = False
     splits: tuple[tuple[int, int], ...] = ()
     moves: tuple[tuple[int, int, int], ...] = ()
     columns: Columns | None = None
@@ -113,6 +115,11 @@ class ShardingRule:
             return False
         summed = self._shared.difference(*self.results)
         return any(self.factors[factor].reduction == "add" for factor in summed)
+
+    @property
+    def read_in_part(self) -> tuple[int, ...]:
+        """The operands of which as many elements are read as the result has."""
+        return (0,) if self.slices else self.sparse
 
     @property
     def multiplies(self) -> bool:
