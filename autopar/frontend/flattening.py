@@ -34,7 +34,7 @@ from autopar.frontend.by_row import (
     taken_whole,
 )
 from autopar.frontend.extremes import by_extreme
-from autopar.frontend.known_numbers import as_number, branch_taken, computed, number_of
+from autopar.frontend.known_numbers import as_number, branch_taken, computed, number_of, slice_taken
 from autopar.frontend.placements import Placed, placement_of
 from autopar.frontend.primitives import (
     BODIES,
@@ -56,11 +56,15 @@ from autopar.frontend.primitives import (
 )
 from autopar.frontend.row_loops import RowLoops
 from autopar.frontend.row_tests import tested_by_row
+from autopar.frontend.single_elements import without_windows
 from autopar.frontend.sums_of_parts import joined_sum
 from passes.ir import Node, TensorType
 
 ROWWISE = SCATTERS | {GATHER}
 """Primitives that may take one element of each row."""
+
+SIMPLER = (dimension_reduction, without_elements, by_extreme, tested_by_row, without_windows)
+"""Functions to the jaxpr of simpler equations in place of one; to None where there is none."""
 
 
 def flatten(
@@ -192,7 +196,7 @@ class _Builder:
         if (callee := linear_solver(equation) or outside_kernels(equation)) is not None:
             jaxpr, taken = callee
             return self.inline(*jax_compat.open_jaxpr(jaxpr), [inputs[i] for i in taken], site)
-        for simpler in (dimension_reduction, without_elements, by_extreme, tested_by_row, self.row_loops.of):
+        for simpler in (*SIMPLER, self.row_loops.of):
             if (jaxpr := simpler(equation)) is not None:
                 return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
         if (simplified := self._of_known(equation, inputs, site)) is not None:
@@ -229,6 +233,8 @@ class _Builder:
             return self.inline(*jax_compat.open_jaxpr(taken), inputs[1:], site)
         if not self.single_loops and equation.params.get("length") == 1 and "jaxpr" in equation.params:
             return _once(self, equation, inputs, site)
+        if (places := slice_taken(equation, inputs, self.values)) is not None:
+            return self.write(slice_p, inputs[:1], (self.fresh(equation.outvars[0].aval),), places, site)
         if (joined := joined_sum(equation, inputs, self.values)) is not None:
             return self._joined(equation, joined, site)
         if equation.primitive.name not in ROWWISE:

@@ -84,6 +84,20 @@ def branch_taken(equation: Any, inputs: Sequence[int], values: Values) -> Any:
     return None if index is None else branches[min(max(int(index), 0), len(branches) - 1)]
 
 
+def slice_taken(equation: Any, inputs: Sequence[int], values: Values) -> dict[str, Any] | None:
+    """The parameters of the slice that a dynamic one is, where its place is known; None of any other equation."""
+    if equation.primitive.name != "dynamic_slice":
+        return None
+    shape, sizes = equation.invars[0].aval.shape, equation.params["slice_sizes"]
+    given = [number_of(value, values) for value in inputs[1:]]
+    known = [int(number) for number in given if number is not None]
+    if not known or len(known) < len(given):
+        return None
+    starts = tuple(min(max(at, 0), n - size) for at, n, size in zip(known, shape, sizes, strict=True))
+    ends = tuple(at + size for at, size in zip(starts, sizes, strict=True))
+    return {"start_indices": starts, "limit_indices": ends, "strides": None}
+
+
 def computed(equation: Any, inputs: Sequence[int], values: Values) -> float | int | bool | None:
     """The number that all elements of an equation's result are; None if it is not known, or not computed here."""
     numbers: list[float | int | bool] = []

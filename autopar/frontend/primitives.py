@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from autopar import jax_compat
 from autopar.errors import UnsupportedError, explain
 from autopar.frontend.placements import Placed, placement_of, specified
-from autopar.frontend.products import without_transposes
+from autopar.frontend.products import without_transposes, without_vectors
 from autopar.plan import axes_of
 from passes.ir import TensorType
 
@@ -171,12 +171,13 @@ def without_elements(equation: Any) -> Any:
 
 
 def computed_equations(jaxpr: Any) -> list[Any]:
-    """The equations of an open jaxpr, in which no product is only transposed, none says where arguments arrived, and
-    cuDNN's attention computes no gradient of a bias that nobody reads.
+    """The equations of an open jaxpr, in which no product is only transposed, or of arrays as vectors, none says where
+    arguments arrived, and cuDNN's attention computes no gradient of a bias that nobody reads.
 
     A mask is such a bias: JAX asks for the gradient of each, as large as the mask itself.
     """
-    equations = without_transposes([_without_arrival(equation) for equation in jaxpr.eqns], jaxpr.outvars)
+    equations = without_vectors([_without_arrival(equation) for equation in jaxpr.eqns])
+    equations = without_transposes(equations, jaxpr.outvars)
     if all(equation.primitive.name != _ATTENTION_BACKWARD for equation in equations):
         return equations
     atoms = [*jaxpr.outvars, *(atom for equation in equations for atom in equation.invars)]

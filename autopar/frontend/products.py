@@ -1,4 +1,6 @@
-"""Products whose result is only transposed, written with their operands exchanged in place of the transpose."""
+"""Products written so that nothing is arranged anew around them: one whose result is only transposed with its operands
+exchanged, one of two arrays as vectors over the dimensions that they have.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jax.lax import dot_general_p, transpose_p
+from jax.lax import dot_general_p, reshape_p, transpose_p
 
 from autopar import jax_compat
 
@@ -34,6 +36,28 @@ def without_transposes(equations: Sequence[Any], outputs: Sequence[Any]) -> list
             numbers = ((rhs_summed, lhs_summed), (rhs_batch, lhs_batch))
             params = product.params | {"dimension_numbers": numbers}
             equation = product.replace(invars=product.invars[::-1], outvars=equation.outvars, params=params)
+        written.append(equation)
+    return written
+
+
+def without_vectors(equations: Sequence[Any]) -> list[Any]:
+    """The equations of a jaxpr, its products of two arrays as vectors, such as `jnp.vdot`, over all their dimensions.
+
+    The norm of gradients is such a sum. As a vector an array can only be cut along its first dimension, so that one
+    cut along another would have to be brought elsewhere to be summed up.
+    """
+    vectors = (
+        e for e in equations if e.primitive is reshape_p and e.params["dimensions"] is e.params["sharding"] is None
+    )
+    sources = {reshaped.outvars[0]: reshaped.invars[0] for reshaped in vectors}
+    written = list[Any]()
+    for equation in equations:
+        if equation.primitive is dot_general_p and not equation.outvars[0].aval.shape:
+            arrays = [sources.get(atom) for atom in equation.invars if not isinstance(atom, jax_compat.Literal)]
+            if len(arrays) == 2 and all(arrays) and arrays[0].aval.shape == arrays[1].aval.shape:
+                every = tuple(range(len(arrays[0].aval.shape)))
+                params = equation.params | {"dimension_numbers": ((every, every), ((), ()))}
+                equation = equation.replace(invars=arrays, params=params)
         written.append(equation)
     return written
 

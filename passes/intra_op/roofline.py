@@ -46,9 +46,10 @@ def group_seconds(device: DeviceSpec, dtype: str, flops: Floats, nbytes: Floats,
 
 def is_no_kernel(rules: Sequence[ShardingRule], device: DeviceSpec) -> bool:
     """Whether an operator group needs no kernel: it only permutes dimensions, and XLA gives its neighbours such
-    layouts, or only gives elements in their order in memory other dimensions, which a TPU's tiles do not keep.
+    layouts, or only gives elements in their order in memory other dimensions, which a TPU's tiles do not keep, or takes
+    arrays out of a stack, of which kernels of XLA:GPU read what they need.
     """
-    is_as_it_lies = not is_tpu(device) and all(rule.regroups or rule.is_bound for rule in rules)
+    is_as_it_lies = not is_tpu(device) and all(rule.regroups or rule.picks or rule.is_bound for rule in rules)
     return is_as_it_lies or all(rule.is_layout for rule in rules)
 
 

@@ -147,7 +147,9 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
         flops=0.0,
     )
     moves = moved(*(d for d, (a, b) in enumerate(pairs) if a > b > 1))
-    return replace(base, localized=True, slices=True, moves=moves)
+    cut = [d for d, (a, b) in enumerate(pairs) if a > b]
+    picks = all(results[0].shape[d] == 1 for d in cut) and cut == [*range(len(cut))]
+    return replace(base, localized=True, slices=True, picks=picks, moves=moves)
 
 
 @rule("rev")
@@ -189,7 +191,8 @@ def _(node: Node, operands: Types, results: Types) -> ShardingRule:
     rank = operands[0].rank - 1
     along = cast("int", node.params["axis"]) % (rank + 1)
     labels = [*range(along), None, *range(along, rank)]
-    return build([(operands[0], labels)], [(t, range(rank)) for t in results], linear=((0,),), flops=0.0)
+    base = build([(operands[0], labels)], [(t, range(rank)) for t in results], linear=((0,),), flops=0.0)
+    return replace(base, picks=along == 0)
 
 
 @rule("split")

@@ -61,6 +61,7 @@ class ShardingRule:
     `accumulates`      it adds up cotangents of one value, in whatever order
     `sums`             it adds its operands, or takes the second from the first
     `slices`           the result is a part of the operand, of which nothing else is read
+    `picks`            what it takes is one of the arrays that are stacked in the operand, which products read there
     `splits`           (a dimension of the operand whose first part is the result's first, that of the result with the
                        rest of it)
     `moves`            (an operand, a dimension of it, one of results), of which one is never cut, though the elements
@@ -101,6 +102,7 @@ class ShardingRule:
     accumulates: bool = False
     sums: bool = False
     slices: bool = False
+    picks: bool = False
     splits: tuple[tuple[int, int], ...] = ()
     moves: tuple[tuple[int, int, int], ...] = ()
     columns: Columns | None = None

@@ -97,3 +97,20 @@ def test_a_step_of_experts_is_jits():
         compiled.verify().check()
         for ours, theirs in zip(compiled(weights, tokens), jax.jit(step)(weights, tokens), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shapes", [((4, 6), (4, 6)), ((2, 3, 4), (2, 3, 4))], ids=["matrices", "three dimensions"])
+def test_products_of_vectors_are_over_the_dimensions_of_arrays(shapes: Any):
+    """A norm by `jnp.vdot` brought gradients that are cut along their last dimension elsewhere: 1.09 times a step."""
+    program = traced(jnp.vdot, *(struct(*shape) for shape in shapes))
+    assert primitives(program.graph) == ["dot_general"]
+    values = drawn(*(struct(*shape) for shape in shapes))
+    np.testing.assert_allclose(run(program, *values)[0], jnp.vdot(*values), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shapes", [((4, 6), (6, 4)), ((4, 6), (24,))], ids=["other shapes", "a vector"])
+def test_products_of_other_vectors_stay_as_they_are(shapes: Any):
+    program = traced(jnp.vdot, *(struct(*shape) for shape in shapes))
+    assert "reshape" in primitives(program.graph)
+    values = drawn(*(struct(*shape) for shape in shapes))
+    np.testing.assert_allclose(run(program, *values)[0], jnp.vdot(*values), rtol=1e-6)

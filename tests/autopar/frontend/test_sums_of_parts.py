@@ -64,7 +64,7 @@ def test_slices_of_weights_have_one_joined_derivative(loss: Callable[..., jax.Ar
 )
 def test_other_sums_stay_as_they_are(loss: Callable[..., jax.Array]):
     gradient = jax.grad(loss)
-    np.testing.assert_allclose(autopar.parallelize(gradient)(WEIGHTS, X), jax.jit(gradient)(WEIGHTS, X), rtol=1e-6)
+    np.testing.assert_allclose(autopar.parallelize(gradient)(WEIGHTS, X), jax.jit(gradient)(WEIGHTS, X), rtol=1e-5)
     assert "concatenate" not in primitives(gradient, WEIGHTS, X)
 
 
