@@ -53,8 +53,9 @@ def without_vectors(equations: Sequence[Any]) -> list[Any]:
     written = list[Any]()
     for equation in equations:
         if equation.primitive is dot_general_p and not equation.outvars[0].aval.shape:
-            arrays = [sources.get(atom) for atom in equation.invars if not isinstance(atom, jax_compat.Literal)]
-            if len(arrays) == 2 and all(arrays) and arrays[0].aval.shape == arrays[1].aval.shape:
+            vectors = [atom for atom in equation.invars if not isinstance(atom, jax_compat.Literal)]
+            arrays = [sources[vector] for vector in vectors if vector in sources]
+            if len(arrays) == 2 and arrays[0].aval.shape == arrays[1].aval.shape:
                 every = tuple(range(len(arrays[0].aval.shape)))
                 params = equation.params | {"dimension_numbers": ((every, every), ((), ()))}
                 equation = equation.replace(invars=arrays, params=params)
