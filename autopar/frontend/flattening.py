@@ -236,31 +236,13 @@ class _Builder:
         if (places := slice_taken(equation, inputs, self.values)) is not None:
             return self.write(slice_p, inputs[:1], (self.fresh(equation.outvars[0].aval),), places, site)
         if (joined := joined_sum(equation, inputs, self.values)) is not None:
-            return self._joined(equation, joined, site)
+            return _joined(self, equation, joined, site)
         if equation.primitive.name not in ROWWISE:
             return None
         if number_of(inputs[1], self.values) == 0 and (jaxpr := taken_whole(equation)) is not None:
             return self.inline(*jax_compat.open_jaxpr(jaxpr), inputs, site)
         rows = by_row(equation.primitive.name, equation.params, inputs, self.values)
-        return self._by_row(equation, inputs, rows, site) if rows else None
-
-    def _joined(self, equation: Any, parts: Sequence[int | tuple[int, ...]], site: Site) -> Sequence[int]:
-        """The output value of parts that are joined, a shape standing for zeros."""
-        (result,) = equation.outvars
-        zeros = partial(jax.ShapeDtypeStruct, dtype=result.aval.dtype)
-        operands = tuple(p if isinstance(p, int) else self._spread(0.0, zeros(p), site) for p in parts)
-        return self.write(concatenate_p, operands, (self.fresh(result.aval),), {"dimension": 0}, site)
-
-    def _by_row(self, equation: Any, inputs: tuple[int, ...], rows: Rows, site: Site) -> Sequence[int]:
-        """The output values of a gather or scatter rewritten to take rows one by one."""
-        indices = self.types[inputs[1]]
-        columns = tuple(_column(self, inputs[1], place, site) for place in rows.columns)
-        (first, *others) = columns
-        if others:
-            joined = self.of_type(replace(indices, shape=(*indices.shape[:-1], len(columns))))
-            (first,) = self.write(concatenate_p, columns, (joined,), {"dimension": indices.rank - 1}, site)
-        outputs = tuple(self.fresh(var.aval) for var in equation.outvars)
-        return self.write(equation.primitive, (inputs[0], first, *inputs[2:]), outputs, rows.params, site)
+        return _by_row(self, equation, inputs, rows, site) if rows else None
 
     def write(
         self,
@@ -328,6 +310,26 @@ def _once(build: _Builder, equation: Any, inputs: Sequence[int], site: Site) -> 
     slices = [_reshaped(build, v, types[v].shape[1:], site) for v in inputs[fixed:]]
     outputs = build.inline(*jax_compat.open_jaxpr(params["jaxpr"]), [*inputs[:fixed], *slices], site)
     return outputs[:carried] + [_reshaped(build, v, (1, *types[v].shape), site) for v in outputs[carried:]]
+
+
+def _joined(build: _Builder, equation: Any, parts: Sequence[int | tuple[int, ...]], site: Site) -> Sequence[int]:
+    """The output value of parts that are joined, a shape standing for zeros."""
+    (result,) = equation.outvars
+    zeros = partial(jax.ShapeDtypeStruct, dtype=result.aval.dtype)
+    operands = tuple(p if isinstance(p, int) else build._spread(0.0, zeros(p), site) for p in parts)
+    return build.write(concatenate_p, operands, (build.fresh(result.aval),), {"dimension": 0}, site)
+
+
+def _by_row(build: _Builder, equation: Any, inputs: tuple[int, ...], rows: Rows, site: Site) -> Sequence[int]:
+    """The output values of a gather or scatter rewritten to take rows one by one."""
+    indices = build.types[inputs[1]]
+    columns = tuple(_column(build, inputs[1], place, site) for place in rows.columns)
+    (first, *others) = columns
+    if others:
+        joined = build.of_type(replace(indices, shape=(*indices.shape[:-1], len(columns))))
+        (first,) = build.write(concatenate_p, columns, (joined,), {"dimension": indices.rank - 1}, site)
+    outputs = tuple(build.fresh(var.aval) for var in equation.outvars)
+    return build.write(equation.primitive, (inputs[0], first, *inputs[2:]), outputs, rows.params, site)
 
 
 def _reshaped(build: _Builder, value: int, shape: tuple[int, ...], site: Site) -> int:

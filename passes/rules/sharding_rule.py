@@ -38,8 +38,8 @@ class Factor:
 class ShardingRule:
     """The factors of one operation; `operands[o][d]` is the factor of dimension d of operand o, -1 if never cut.
 
-    `flops` counts the whole operation; a convolution adds up `window` places for each channel; of `sparse` operands as
-    many elements as the result has are read. `light` operators are fused with their neighbours and follow their
+    `flops` counts the whole operation; a convolution adds up `window` places for each channel; of `sparse` operands, and
+    of what it `slices`, only a result's elements are read. `light` operators are fused with neighbours and follow their
     sharding. An `alias` passes operand i through as result i in any placement. `reason` says why nothing can be cut.
     Users want the result `constrained` to certain devices, its dimensions `cut_by` certain axes (None: any), or have
     `pinned` the specs of (operands, results). What runs `once` does so on one device of all: every axis takes its first
@@ -60,7 +60,6 @@ class ShardingRule:
     `draws`            it draws random numbers
     `accumulates`      it adds up cotangents of one value, in whatever order
     `sums`             it adds its operands, or takes the second from the first
-    `slices`           the result is a part of the operand, of which nothing else is read
     `picks`            what it takes is one of the arrays that are stacked in the operand, which products read there
     `splits`           (a dimension of the operand whose first part is the result's first, that of the result with the
                        rest of it)
