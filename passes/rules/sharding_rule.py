@@ -38,7 +38,7 @@ class Factor:
 class ShardingRule:
     """The factors of one operation; `operands[o][d]` is the factor of dimension d of operand o, -1 if never cut.
 
-    `flops` counts the whole operation; a convolution adds up `window` places for each channel; of `sparse` operands, and
+    `flops` counts the whole operation; a convolution adds up `window` places a channel; of `sparse` operands, and
     of what it `slices`, only a result's elements are read. `light` operators are fused with neighbours and follow their
     sharding. An `alias` passes operand i through as result i in any placement. `reason` says why nothing can be cut.
     Users want the result `constrained` to certain devices, its dimensions `cut_by` certain axes (None: any), or have
