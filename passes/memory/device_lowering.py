@@ -249,7 +249,7 @@ class Lowering:
             self.operations.value = node.outputs[0] if node.outputs else -1
             self.operations.is_fused = any(type.fused for type in results)
             if placement.bodies and index in self.context.controls:
-                operations = self._control(index, placement, operands, results)
+                operations = _controlled(self, index, placement, operands, results)
             else:
                 operations = to_xla_widened(self.operations, node, operands, results)
         self.made.update(zip(node.outputs, operations, strict=True))
@@ -283,61 +283,64 @@ class Lowering:
         )
         return [passed.get(position, operation) for position, operation in enumerate(operations)]
 
-    def _control(
-        self, index: int, placement: Placement, operands: Sequence[int], results: Sequence[TensorType]
-    ) -> list[int]:
-        """The results of a loop, which keeps its carries in place and has room for what it stacks, or of a branch."""
-        control = self.context.controls[index]
-        entering = {port_use.port: o for port_use, o in zip(control.operands, operands, strict=True)}
-        read, bodies = self._read_by_bodies(index, placement, entering)
-        if bodies.around is not None:
-            made = bodies.around(self.operations, index, control, entering, results, read)
-        else:
-            made = self._looped(index, entering, results, read)
-        self.turned.update(o for use, o in zip(control.results, made, strict=True) if use.port in bodies.turned)
-        return made
 
-    def _looped(
-        self, index: int, entering: Mapping[int, int], results: Sequence[TensorType], read: Sequence[int]
-    ) -> list[int]:
-        """The results of a loop or branch."""
-        control = self.context.controls[index]
-        room = rooms(self.operations, index, control, entering, results)
-        loop = self.operations.add("loop", (*read, *dict.fromkeys(room.values())), (0,), "bool", index)
-        return [
-            self.operations.add(
-                "part" if position in room else "result",
-                (room[position], loop) if position in room else (loop,),
-                type.shape,
-                type.dtype,
-                self.operations[room[position]].tag if position in room else (index, position),
-            )
-            for position, type in enumerate(results)
-        ]
+def _controlled(
+    lowering: Lowering, index: int, placement: Placement, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    """The results of a loop, which keeps its carries in place and has room for what it stacks, or of a branch."""
+    control = lowering.context.controls[index]
+    entering = {port_use.port: o for port_use, o in zip(control.operands, operands, strict=True)}
+    read, bodies = _read_by_bodies(lowering, index, placement, entering)
+    if bodies.around is not None:
+        made = bodies.around(lowering.operations, index, control, entering, results, read)
+    else:
+        made = _looped(lowering, index, entering, results, read)
+    lowering.turned.update(o for use, o in zip(control.results, made, strict=True) if use.port in bodies.turned)
+    return made
 
-    def _read_by_bodies(
-        self, index: int, placement: Placement, entering: Mapping[int, int]
-    ) -> tuple[list[int], Bodies]:
-        """The operations that bodies read and do not change, in the order in which XLA lists them, and the bodies."""
-        control = self.context.controls[index]
-        fixed = {w.port for w in control.operands} - {w.port for w in control.results}
-        constants = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
-        bodies = self.context.inside(index, placement, constants)
-        ranks = bodies.ranks
-        fixed -= constants.keys()
-        # A whole stack is widened before the loop.
-        reads = {
-            use.port: widen(self.operations, entering[use.port]) if use.stacked else entering[use.port]
-            for use in control.operands
-            if use.port in fixed
-        }
-        # XLA lists what a loop does not change as its bodies come to it, less what only hoisted operations read.
-        read = [reads[port] for port in sorted(reads.keys() & ranks.keys(), key=ranks.__getitem__)]
-        read = [in_order(self.operations, o) if o in self.turned else o for o in read]
-        self.operations.is_fused = False
-        if before := [o for port, o in reads.items() if port not in ranks]:
-            read.append(self.operations.add("opaque", before, (0,), "bool", ("hoisted", index)))
-        return read, bodies
+
+def _looped(
+    lowering: Lowering, index: int, entering: Mapping[int, int], results: Sequence[TensorType], read: Sequence[int]
+) -> list[int]:
+    """The results of a loop or branch."""
+    control = lowering.context.controls[index]
+    room = rooms(lowering.operations, index, control, entering, results)
+    loop = lowering.operations.add("loop", (*read, *dict.fromkeys(room.values())), (0,), "bool", index)
+    return [
+        lowering.operations.add(
+            "part" if position in room else "result",
+            (room[position], loop) if position in room else (loop,),
+            type.shape,
+            type.dtype,
+            lowering.operations[room[position]].tag if position in room else (index, position),
+        )
+        for position, type in enumerate(results)
+    ]
+
+
+def _read_by_bodies(
+    lowering: Lowering, index: int, placement: Placement, entering: Mapping[int, int]
+) -> tuple[list[int], Bodies]:
+    """The operations that bodies read and do not change, in the order in which XLA lists them, and the bodies."""
+    control = lowering.context.controls[index]
+    fixed = {w.port for w in control.operands} - {w.port for w in control.results}
+    constants = {s: n for s, o in entering.items() if s in fixed and (n := lowering.operations.number(o)) is not None}
+    bodies = lowering.context.inside(index, placement, constants)
+    ranks = bodies.ranks
+    fixed -= constants.keys()
+    # A whole stack is widened before the loop.
+    reads = {
+        use.port: widen(lowering.operations, entering[use.port]) if use.stacked else entering[use.port]
+        for use in control.operands
+        if use.port in fixed
+    }
+    # XLA lists what a loop does not change as its bodies come to it, less what only hoisted operations read.
+    read = [reads[port] for port in sorted(reads.keys() & ranks.keys(), key=ranks.__getitem__)]
+    read = [in_order(lowering.operations, o) if o in lowering.turned else o for o in read]
+    lowering.operations.is_fused = False
+    if before := [o for port, o in reads.items() if port not in ranks]:
+        read.append(lowering.operations.add("opaque", before, (0,), "bool", ("hoisted", index)))
+    return read, bodies
 
 
 def _written(operations: Operations, operation: int) -> int:

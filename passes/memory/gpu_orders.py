@@ -240,23 +240,24 @@ class _Orders:
         """Whether all products that read an operation, itself or as another view, take it as it lies."""
         operation, shape = self.operations[reader], self.operations[read].shape
         if operation.kind == "bitcast":
-            return all(self._merges(behind, reader, shape, lies) for behind in self.readers.get(reader, ()))
-        return self._merges(reader, read, shape, lies)
+            return all(_merges(self.operations, behind, reader, shape, lies) for behind in self.readers.get(reader, ()))
+        return _merges(self.operations, reader, read, shape, lies)
 
-    def _merges(self, reader: int, read: int, shape: Shape, lies: Shape) -> bool:
-        """Whether a product takes dimensions of a shape, which lie in an order, for its batch, rows and columns."""
-        product = self.operations[reader]
-        if (product.kind, product.name) != ("dot", "merged"):
-            return False
-        *batch, rows, columns = self.operations[read].shape
-        sizes = math.prod(batch), rows, columns
-        # A matrix is read by rows or by columns, so that a view of it may name them the other way round.
-        sorts = _sorted_by(shape, sizes) or _sorted_by(shape, (math.prod(batch), columns, rows))
-        if sorts is None:
-            return False
-        first, second, third = sorts
-        wide = [d for d in lies if shape[d] > 1]
-        return wide in ([*first, *second, *third], [*first, *third, *second])
+
+def _merges(operations: Sequence[Operation], reader: int, read: int, shape: Shape, lies: Shape) -> bool:
+    """Whether a product takes dimensions of a shape, which lie in an order, for its batch, rows and columns."""
+    product = operations[reader]
+    if (product.kind, product.name) != ("dot", "merged"):
+        return False
+    *batch, rows, columns = operations[read].shape
+    sizes = math.prod(batch), rows, columns
+    # A matrix is read by rows or by columns, so that a view of it may name them the other way round.
+    sorts = _sorted_by(shape, sizes) or _sorted_by(shape, (math.prod(batch), columns, rows))
+    if sorts is None:
+        return False
+    first, second, third = sorts
+    wide = [d for d in lies if shape[d] > 1]
+    return wide in ([*first, *second, *third], [*first, *third, *second])
 
 
 def _writes(product: Shape, shape: Shape, order: Shape) -> bool:

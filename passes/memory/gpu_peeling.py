@@ -91,12 +91,12 @@ class FirstIteration:
         return self.body.graph.outputs[position], self.layout.outputs[position]
 
     def _made(self, lowering: Lowering, port: int) -> int:
-        """What the iteration makes for a port, before it is sent where that is pending."""
+        """The operation that the iteration makes for a port, before it is sent where that is pending."""
         value, spec = self._leaving(port)
         return lowering.made[value] if port in self.pending else lowering.read(value, spec, "forward")
 
     def _received(self, lowering: Lowering, loop: int, made: Mapping[int, int]) -> dict[int, int]:
-        """What is received of the last iteration, by port, given what the first one makes."""
+        """The operations that are received of the last iteration, by port, given what the first one makes."""
         operations = lowering.operations
         for port in self.pending:
             first = operations[made[port]]
