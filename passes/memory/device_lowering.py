@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from passes.cluster import Mesh
 from passes.ir import Control, Graph, Node, Phase, TensorType, phase
@@ -12,6 +13,8 @@ from passes.memory.collectives import stepped
 from passes.memory.compilers import compiler_of
 from passes.memory.device_program import WHOLE, DeviceProgram, Interface
 from passes.memory.dtype_widening import round_to, to_xla_widened
+from passes.memory.gpu_orders import in_order
+from passes.memory.gpu_pipelining import carried_on
 from passes.memory.hoisting import hoisted
 from passes.memory.lowering_rules import BARRIER, to_xla
 from passes.memory.operations import Operation, Operations, Shape, widen
@@ -21,9 +24,23 @@ from passes.placement import Layout, Pack, Placement, Resharding, ReshardingPlan
 from passes.rules import ShardingRule
 from passes.sharding import ShardingSpec, Step, replicated
 
-Inside = Callable[[int, Placement, Mapping[int, object]], Mapping[int, int]]
-"""The handler of a control node's bodies, given its index, its placement and the numbers that its ports hold. It
-returns the ranks of the ports that they read, in the order in which they do."""
+Around = Callable[[Operations, int, Control, Mapping[int, int], Sequence[TensorType], Sequence[int]], list[int]]
+"""Adds a loop with what runs before and after it, given its index, what enters by its ports, the types of its results
+and what it reads; returns its results."""
+
+
+class Bodies(NamedTuple):
+    """The `ranks` of the ports that the bodies of a control node read, in the order in which they do; a loop of which
+    an iteration runs outside is added by `around`. What the ports `turned` stack lies in another order.
+    """
+
+    ranks: Mapping[int, int]
+    around: Around | None = None
+    turned: frozenset[int] = frozenset()
+
+
+Inside = Callable[[int, Placement, Mapping[int, object]], Bodies]
+"""The handler of a control node's bodies, given its index, its placement and the numbers that its ports hold."""
 
 
 Rewrite = Callable[[Sequence[Operation], Sequence[int]], tuple[tuple[Operation, ...], tuple[int, ...]]]
@@ -43,7 +60,7 @@ def never_summed(_mesh: Mesh, _step: Step, _part: Shape, _dtype: str) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """The context in which a graph is lowered: its rules, its control nodes, the handler of their bodies, what
-    rewrites its operations, and the reduce-scatters that are `summed`.
+    rewrites its operations, the reduce-scatters that are `summed`, and whether loops send them in the next iteration.
     """
 
     rules: Sequence[ShardingRule]
@@ -52,6 +69,7 @@ class Context:
     inside: Inside
     rewrite: Rewrite = combined
     summed: Summed = never_summed
+    pipelines: bool = False
 
 
 def lower(
@@ -59,20 +77,13 @@ def lower(
 ) -> DeviceProgram:
     """The program of a graph, or of the body of a loop or branch."""
     layout = shared(layout)
-    lowering = _Lowering(graph, context, reshardings.same)
+    device = context.mesh.cluster.group().device
+    lowering = Lowering(graph, context, reshardings.same, Operations(device.widened, compiler_of(device)))
     for position, (value, spec) in enumerate(zip(graph.inputs, layout.inputs, strict=True)):
         lowering.enter(value, spec, sliced=position in interface.sliced, number=interface.numbers.get(position))
     for value in graph.constants:
         lowering.enter(value, replicated(graph.types[value].rank))
-    for index, placement in enumerate(layout.placements):
-        if reshardings.before[index]:
-            lowering.pack(index, reshardings.packs.get(index, ()))
-            lowering.bring(index, reshardings.before[index])  # those that start early need about as much (0.98 to 1.02)
-        if is_free(graph, index):
-            lowering.free.update(dict.fromkeys(graph.nodes[index].outputs, index))
-        else:
-            lowering.run(index, placement)
-    lowering.pack(len(graph.nodes), reshardings.packs.get(len(graph.nodes), ()))
+    lowering.follow(layout, reshardings)
     lowering.bring(len(graph.nodes), reshardings.before[-1])
     read = (lowering.read(v, s, "forward") for v, s in zip(graph.outputs, layout.outputs, strict=True))
     outputs = [_written(lowering.operations, operation) for operation in read]
@@ -83,29 +94,33 @@ def lower(
         operations, moved = hoisted(lowering.operations, same, outputs)
     else:
         operations, moved = as_they_lie(lowering.operations.every, lowering.operations.lying, ()), []
+    is_pipelined = context.pipelines and interface.repeated and not context.controls and not graph.constants
+    stacked = interface.stacked if is_pipelined else ()
+    operations, sent = carried_on(operations, outputs, stacked)
+    outputs = [*(o + len(sent) for o in outputs), *((len(operations) - 1,) if sent else ())]
     operations, place = context.rewrite(operations, outputs)
-    entered = [place[o] for o in lowering.entered]
+    entered = [place[o + len(sent)] for o in lowering.entered]
     return DeviceProgram(
         operations=operations,
-        inputs=tuple(entered[: len(graph.inputs)]),
+        inputs=(*entered[: len(graph.inputs)], *place[: len(sent)]),
         constants=tuple(entered[len(graph.inputs) :]),
         outputs=tuple(place[o] for o in outputs),
-        hoisted=tuple(place[o] for o in moved),
+        hoisted=tuple(place[o + len(sent)] for o in moved),
+        pending=tuple(sent),
     )
 
 
-class _Lowering:
+class Lowering:
     """The operations of every value, in the placement it is produced in and in those it was moved to."""
 
-    def __init__(self, graph: Graph, context: Context, same: Mapping[int, int]) -> None:
-        self.graph, self.context, self.same = graph, context, same
-        device = context.mesh.cluster.group().device
-        self.operations = Operations(device.widened, compiler_of(device))
+    def __init__(self, graph: Graph, context: Context, same: Mapping[int, int], operations: Operations) -> None:
+        self.graph, self.context, self.same, self.operations = graph, context, same, operations
         self.home: dict[int, ShardingSpec] = {}
         self.made: dict[int, int] = {}
         self.moved: dict[tuple[int, ShardingSpec, Phase], int] = {}
         self.free: dict[int, int] = {}
         self.literals: dict[int, int] = {}
+        self.turned: set[int] = set()
         self.entered: list[int] = []
         self.needed = _needed(graph)
         self.types: dict[tuple[int, int], tuple[TensorType, TensorType, ShardingSpec]] = {}
@@ -128,12 +143,29 @@ class _Lowering:
         self.entered.append(entered)
         if number is not None:
             entered = self.operations.broadcast(self.operations.literal(number, type.dtype), type.shape, ())
-        elif sliced:
+        self.begin(value, spec, entered, sliced=sliced and number is None)
+
+    def begin(self, value: int, spec: ShardingSpec, entered: int, *, sliced: bool = False) -> None:
+        """Begins with a value that is there, or with a slice of it."""
+        type = self._type(value, spec)
+        if sliced:
             wide = widen(self.operations, entered)
             dtype = self.operations[wide].dtype
             entered = self.operations.add("rearrange", (wide,), type.shape, dtype, "dynamic-slice")
             entered = round_to(self.operations, entered, type.dtype)
         self.home[value], self.made[value] = spec, entered
+
+    def follow(self, layout: Layout, reshardings: ReshardingPlan) -> None:
+        """Makes everything but the last moves."""
+        for index, placement in enumerate(layout.placements):
+            if reshardings.before[index]:
+                self.pack(index, reshardings.packs.get(index, ()))
+                self.bring(index, reshardings.before[index])  # those that start early need about as much (0.98 to 1.02)
+            if is_free(self.graph, index):
+                self.free.update(dict.fromkeys(self.graph.nodes[index].outputs, index))
+            else:
+                self.run(index, placement)
+        self.pack(len(self.graph.nodes), reshardings.packs.get(len(self.graph.nodes), ()))
 
     def pack(self, index: int, packs: Sequence[Pack]) -> None:
         """Makes the reductions of each pack as one, of an array in which they lie side by side."""
@@ -217,7 +249,7 @@ class _Lowering:
             self.operations.value = node.outputs[0] if node.outputs else -1
             self.operations.is_fused = any(type.fused for type in results)
             if placement.bodies and index in self.context.controls:
-                operations = self._control(index, placement, operands, results)
+                operations = _controlled(self, index, placement, operands, results)
             else:
                 operations = to_xla_widened(self.operations, node, operands, results)
         self.made.update(zip(node.outputs, operations, strict=True))
@@ -251,45 +283,64 @@ class _Lowering:
         )
         return [passed.get(position, operation) for position, operation in enumerate(operations)]
 
-    def _control(
-        self, index: int, placement: Placement, operands: Sequence[int], results: Sequence[TensorType]
-    ) -> list[int]:
-        """The results of a loop, which keeps its carries in place and has room for what it stacks, or of a branch."""
-        control = self.context.controls[index]
-        entering = {port_use.port: o for port_use, o in zip(control.operands, operands, strict=True)}
-        room = _room(self.operations, index, control, entering, results)
-        read = self._read_by_bodies(index, placement, entering)
-        loop = self.operations.add("loop", (*read, *dict.fromkeys(room.values())), (0,), "bool", index)
-        return [
-            self.operations.add(
-                "part" if position in room else "result",
-                (room[position], loop) if position in room else (loop,),
-                type.shape,
-                type.dtype,
-                self.operations[room[position]].tag if position in room else (index, position),
-            )
-            for position, type in enumerate(results)
-        ]
 
-    def _read_by_bodies(self, index: int, placement: Placement, entering: Mapping[int, int]) -> list[int]:
-        """The operations that bodies read and do not change, in the order in which XLA lists them."""
-        control = self.context.controls[index]
-        fixed = {w.port for w in control.operands} - {w.port for w in control.results}
-        constants = {s: n for s, o in entering.items() if s in fixed and (n := self.operations.number(o)) is not None}
-        ranks = self.context.inside(index, placement, constants)
-        fixed -= constants.keys()
-        # A whole stack is widened before the loop.
-        reads = {
-            use.port: widen(self.operations, entering[use.port]) if use.stacked else entering[use.port]
-            for use in control.operands
-            if use.port in fixed
-        }
-        # XLA lists what a loop does not change as its bodies come to it, less what only hoisted operations read.
-        read = [reads[port] for port in sorted(reads.keys() & ranks.keys(), key=ranks.__getitem__)]
-        self.operations.is_fused = False
-        if before := [o for port, o in reads.items() if port not in ranks]:
-            read.append(self.operations.add("opaque", before, (0,), "bool", ("hoisted", index)))
-        return read
+def _controlled(
+    lowering: Lowering, index: int, placement: Placement, operands: Sequence[int], results: Sequence[TensorType]
+) -> list[int]:
+    """The results of a loop, which keeps its carries in place and has room for what it stacks, or of a branch."""
+    control = lowering.context.controls[index]
+    entering = {port_use.port: o for port_use, o in zip(control.operands, operands, strict=True)}
+    read, bodies = _read_by_bodies(lowering, index, placement, entering)
+    if bodies.around is not None:
+        made = bodies.around(lowering.operations, index, control, entering, results, read)
+    else:
+        made = _looped(lowering, index, entering, results, read)
+    lowering.turned.update(o for use, o in zip(control.results, made, strict=True) if use.port in bodies.turned)
+    return made
+
+
+def _looped(
+    lowering: Lowering, index: int, entering: Mapping[int, int], results: Sequence[TensorType], read: Sequence[int]
+) -> list[int]:
+    """The results of a loop or branch."""
+    control = lowering.context.controls[index]
+    room = rooms(lowering.operations, index, control, entering, results)
+    loop = lowering.operations.add("loop", (*read, *dict.fromkeys(room.values())), (0,), "bool", index)
+    return [
+        lowering.operations.add(
+            "part" if position in room else "result",
+            (room[position], loop) if position in room else (loop,),
+            type.shape,
+            type.dtype,
+            lowering.operations[room[position]].tag if position in room else (index, position),
+        )
+        for position, type in enumerate(results)
+    ]
+
+
+def _read_by_bodies(
+    lowering: Lowering, index: int, placement: Placement, entering: Mapping[int, int]
+) -> tuple[list[int], Bodies]:
+    """The operations that bodies read and do not change, in the order in which XLA lists them, and the bodies."""
+    control = lowering.context.controls[index]
+    fixed = {w.port for w in control.operands} - {w.port for w in control.results}
+    constants = {s: n for s, o in entering.items() if s in fixed and (n := lowering.operations.number(o)) is not None}
+    bodies = lowering.context.inside(index, placement, constants)
+    ranks = bodies.ranks
+    fixed -= constants.keys()
+    # A whole stack is widened before the loop.
+    reads = {
+        use.port: widen(lowering.operations, entering[use.port]) if use.stacked else entering[use.port]
+        for use in control.operands
+        if use.port in fixed
+    }
+    # XLA lists what a loop does not change as its bodies come to it, less what only hoisted operations read.
+    read = [reads[port] for port in sorted(reads.keys() & ranks.keys(), key=ranks.__getitem__)]
+    read = [in_order(lowering.operations, o) if o in lowering.turned else o for o in read]
+    lowering.operations.is_fused = False
+    if before := [o for port, o in reads.items() if port not in ranks]:
+        read.append(lowering.operations.add("opaque", before, (0,), "bool", ("hoisted", index)))
+    return read, bodies
 
 
 def _written(operations: Operations, operation: int) -> int:
@@ -300,7 +351,7 @@ def _written(operations: Operations, operation: int) -> int:
     return operations.add("elementwise", (operation,), written.shape, written.dtype, "copy")
 
 
-def _room(
+def rooms(
     operations: Operations, index: int, control: Control, entering: Mapping[int, int], results: Sequence[TensorType]
 ) -> dict[int, int]:
     """The room for each result that a loop carries or stacks, by position; the same values are stacked once.

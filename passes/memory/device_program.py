@@ -13,8 +13,9 @@ from passes.memory.operations import Operation
 class DeviceProgram:
     """The operations in order, with those that are inputs, constants and outputs.
 
-    `hoisted` are those that do not change from one iteration to the next, which XLA moves out of the loop, and
-    `sending` the loops in whose bodies there are collectives.
+    `hoisted` are those that do not change from one iteration to the next, which XLA moves out of the loop, `sending`
+    the loops in whose bodies there are collectives, and `pending` the outputs that stack what the next iteration sends:
+    the last output of all waits for what is carried on.
     """
 
     operations: tuple[Operation, ...]
@@ -23,6 +24,12 @@ class DeviceProgram:
     outputs: tuple[int, ...]
     hoisted: tuple[int, ...] = ()
     sending: frozenset[int] = frozenset()
+    pending: tuple[int, ...] = ()
+
+    @property
+    def entering(self) -> tuple[int, ...]:
+        """The inputs that hold what the iteration before made to be sent, which are the last."""
+        return self.inputs[len(self.inputs) - len(self.pending) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,9 @@ not, it reads a copy. Scores of attention whose queries share keys are such: the
 which values are weighted, and once more, for the backward pass, in that in which gradients of values are summed.
 Products of a batch of one read a view without it, which is copied once for all of them.
 
+A loop stacks what lies in another order as it lies. Another loop that reads the stack, as that of the backward pass
+does, reads a copy that lies in order, which is made before it.
+
 What is gathered along a dimension from devices has that slowest, and what is computed of it, too: a residual stream
 that begins with gathered embeddings is added up by columns. A product that is added to it writes columns for rows.
 
@@ -26,10 +29,21 @@ from typing import cast
 
 from passes.memory.gpu_blocks import ADDED
 from passes.memory.gpu_times import COPY
-from passes.memory.operations import ELEMENTWISE, Operation, Shape
+from passes.memory.hoisting import HOISTED
+from passes.memory.operations import ELEMENTWISE, Operation, Operations, Shape
+
+STACK, TURNED = "stack", "turned"
+"""The name of what writes a result of a loop's body into a stack, and the end of its tag where the stack lies in
+another order than its dimensions."""
 
 LIES = "as it lies"
 """The name of another view of an array, its dimensions in the order in which they are in memory."""
+
+
+def in_order(operations: Operations, stack: int) -> int:
+    """The copy of a stack that lies in another order."""
+    made = operations[stack]
+    return operations.add("rearrange", (stack,), made.shape, made.dtype, (COPY, "stack"))
 
 
 def copied(operations: Sequence[Operation], outputs: Collection[int] = ()) -> tuple[list[Operation], list[int]]:
@@ -74,6 +88,8 @@ class _Orders:
                 moved = self._transposed(index, moved, changed)
             elif source in self.orders and operation.kind in ("bitcast", "dot"):
                 moved = moved.reading(tuple([self._read(index, o, place, changed) for o in operation.operands]))
+            elif operation.name == STACK and self._is_turned(source):
+                moved = moved._replace(tag=(*cast("tuple[object, ...]", operation.tag), TURNED))
             elif source in self.orders and operation.kind == "reduce" and operation.name in ADDED:
                 moved = self._added(index, moved, changed)
             place.append(len(changed))
@@ -113,6 +129,15 @@ class _Orders:
         if all(self.operations[reader].kind in ELEMENTWISE for reader in self.readers.get(index, ())):
             self.orders[index], self.begun[index] = inverse, index
 
+    def _is_turned(self, index: int) -> bool:
+        """Whether what a loop stacks lies in another order: in that of a product, transposed or not."""
+        while self.operations[index].is_conversion and index not in self.orders:
+            (index,) = self.operations[index].operands
+        operation = self.operations[index]
+        if operation.kind != "transpose":
+            return index in self.orders
+        return self._product(self._unchanged(operation.operands[0])) >= 0
+
     def _is_changed_first(self, alike: Iterable[int]) -> bool:
         """Whether what lies in another order was converted or reduced before it was transposed: else the product's own
         kernel transposes what it makes.
@@ -144,7 +169,8 @@ class _Orders:
         while pending:
             other = pending.pop()
             described = self.operations[other]
-            if described.kind in ("broadcast", "literal", "iota") or described.shape != operation.shape:
+            is_free = described.kind in ("broadcast", "literal", "iota") or described.name == HOISTED
+            if is_free or described.shape != operation.shape:
                 continue
             if described.kind in ELEMENTWISE or (described.kind, described.name) == ("collective", "all_reduce"):
                 behind.add(other)
@@ -214,23 +240,24 @@ class _Orders:
         """Whether all products that read an operation, itself or as another view, take it as it lies."""
         operation, shape = self.operations[reader], self.operations[read].shape
         if operation.kind == "bitcast":
-            return all(self._merges(behind, reader, shape, lies) for behind in self.readers.get(reader, ()))
-        return self._merges(reader, read, shape, lies)
+            return all(_merges(self.operations, behind, reader, shape, lies) for behind in self.readers.get(reader, ()))
+        return _merges(self.operations, reader, read, shape, lies)
 
-    def _merges(self, reader: int, read: int, shape: Shape, lies: Shape) -> bool:
-        """Whether a product takes dimensions of a shape, which lie in an order, for its batch, rows and columns."""
-        product = self.operations[reader]
-        if (product.kind, product.name) != ("dot", "merged"):
-            return False
-        *batch, rows, columns = self.operations[read].shape
-        sizes = math.prod(batch), rows, columns
-        # A matrix is read by rows or by columns, so that a view of it may name them the other way round.
-        sorts = _sorted_by(shape, sizes) or _sorted_by(shape, (math.prod(batch), columns, rows))
-        if sorts is None:
-            return False
-        first, second, third = sorts
-        wide = [d for d in lies if shape[d] > 1]
-        return wide in ([*first, *second, *third], [*first, *third, *second])
+
+def _merges(operations: Sequence[Operation], reader: int, read: int, shape: Shape, lies: Shape) -> bool:
+    """Whether a product takes dimensions of a shape, which lie in an order, for its batch, rows and columns."""
+    product = operations[reader]
+    if (product.kind, product.name) != ("dot", "merged"):
+        return False
+    *batch, rows, columns = operations[read].shape
+    sizes = math.prod(batch), rows, columns
+    # A matrix is read by rows or by columns, so that a view of it may name them the other way round.
+    sorts = _sorted_by(shape, sizes) or _sorted_by(shape, (math.prod(batch), columns, rows))
+    if sorts is None:
+        return False
+    first, second, third = sorts
+    wide = [d for d in lies if shape[d] > 1]
+    return wide in ([*first, *second, *third], [*first, *third, *second])
 
 
 def _writes(product: Shape, shape: Shape, order: Shape) -> bool:

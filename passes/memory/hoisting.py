@@ -17,13 +17,18 @@ FIXTURES = frozenset({"input", "carry", "fresh", "loop", "part", "result", "upda
 """Kinds that stay where they are: what comes from outside, loops and what they fill."""
 
 
+HOISTED = "hoisted"
+"""The name of an input that is the same in every iteration, whether it was moved out of the loop or comes from outside:
+it lies in whatever order the loop reads it."""
+
+
 def hoisted(lowered: Operations, same: set[int], outputs: Collection[int]) -> tuple[list[Operation], list[int]]:
     """The operations of a loop with those that are the `same` in every iteration as inputs, and those inputs' numbers.
 
     What is left in place reads what was moved out, as a transposed view of a gathered weight does. Where a transpose
     reads what was widened for a convolution, XLA widens it afterwards, and so moves both.
     """
-    moved, operations = set[int](), lowered.every
+    given, moved, operations = frozenset(same), set[int](), lowered.every
     for index, operation in enumerate(operations):
         if operation.kind not in FIXTURES and same.issuperset(operation.operands):
             same.add(index)
@@ -36,7 +41,9 @@ def hoisted(lowered: Operations, same: set[int], outputs: Collection[int]) -> tu
     for index in reversed(range(len(operations))):
         if index in moved and index in read:
             remaining.add(index)
-            replaced[index] = operations[index]._replace(kind="input", operands=(), tag=("hoisted", index))
+            replaced[index] = operations[index]._replace(kind="input", operands=(), tag=(HOISTED, index))
+        elif index in given:
+            replaced[index] = operations[index]._replace(tag=(HOISTED, index))
         elif index not in moved and (index in read or index not in same):
             read.update(operations[index].operands)
     return replaced, sorted(remaining)

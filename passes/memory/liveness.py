@@ -129,7 +129,8 @@ class _Allocation:
         if ends_late:
             self._send_long()
         self.placed = self._placed({self.names[output] for output in program.outputs})
-        self.copied = self._copied({self.names[program.outputs[o]]: program.inputs[i] for o, i in carried.items()})
+        replaced = {self.names[program.outputs[o]]: program.inputs[i] for o, i in carried.items()}
+        self.copied = [*self._copied(replaced), *program.entering]  # what enters has a place until it is sent
 
     def _name(self, operation: int) -> int:
         described, reads = self.operations[operation], self.kernels[operation].reads

@@ -18,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +26,11 @@ from numpy.typing import NDArray
 from passes.cluster import Mesh
 from passes.ir import Graph
 from passes.memory.buffer_origins import Made, Origins, holder_of
-from passes.memory.device_lowering import Context, Rewrite, Summed, lower, never_summed
+from passes.memory.device_lowering import Bodies, Context, Rewrite, Summed, lower, never_summed
 from passes.memory.device_program import WHOLE, DeviceProgram, Interface, interface_of
 from passes.memory.fusion import Kernel
+from passes.memory.gpu_orders import TURNED
+from passes.memory.gpu_peeling import FirstIteration
 from passes.memory.holders import Temporaries
 from passes.memory.kernel_graph import post_order
 from passes.memory.liveness import Buffer, Lifetimes, lifetimes
@@ -48,7 +51,8 @@ class Compiler:
     reduce-scatter that is `summed` is an all-reduce of which a part is cut out. Copies may be added, and collectives
     combined, when the kernels are known, to `finish` them. One that `copies_late` knows their order when it copies what
     is read after it was to be written over. One that writes `over_views` takes places of other shapes, too; where a
-    collective `ends_late`, what it sends is there until what it makes is read.
+    collective `ends_late`, what it sends is there until what it makes is read. One that `pipelines` sends what
+    a loop stacks in the next iteration.
     """
 
     rewrite: Rewrite
@@ -65,6 +69,7 @@ class Compiler:
     copies_late: bool = False
     over_views: bool = False
     ends_late: bool = False
+    pipelines: bool = False
     finish: Callable[[DeviceProgram, Sequence[Kernel]], tuple[DeviceProgram, Sequence[Kernel]]] | None = None
     joined: Callable[[DeviceProgram, Sequence[Kernel], Sequence[int]], dict[int, int]] | None = None
 
@@ -187,17 +192,22 @@ class _Region:
         self.origins = Origins(graph)
         self.inside: dict[int, _Run] = {}
 
-    def run(self, interface: Interface = WHOLE) -> _Run:
-        """The spans of the region, given how a body relates to the values around it."""
-        context = Context(
+    @property
+    def context(self) -> Context:
+        """The context in which the region is lowered."""
+        return Context(
             rules=self.grouping.rules,
             controls=self.grouping.controls,
             mesh=self.mesh,
             inside=self._inside,
             rewrite=self.compiler.rewrite,
             summed=self.compiler.summed,
+            pipelines=self.compiler.pipelines,
         )
-        program = lower(self.graph, context, self.layout, self.reshardings, interface)
+
+    def run(self, interface: Interface = WHOLE) -> _Run:
+        """The spans of the region, given how a body relates to the values around it."""
+        program = lower(self.graph, self.context, self.layout, self.reshardings, interface)
         program = replace(program, sending=self._sending(program))
         kernels = self.compiler.fuse(program.operations, program.outputs)
         if finish := self.compiler.finish:
@@ -320,31 +330,47 @@ class _Region:
                 spans[output] = Span(nbytes, min(read), max(read), beside=min(read))
         return spans
 
-    def _inside(self, index: int, placement: Placement, known: Mapping[int, object]) -> dict[int, int]:
-        """The rank of each port that the bodies of a control node read, in the order in which they do; adds the spans
-        of its busiest body.
+    def _inside(self, index: int, placement: Placement, known: Mapping[int, object]) -> Bodies:
+        """The rank of each port that the bodies of a control node read, in the order in which they do, and what they
+        carry on; adds the spans of its busiest body.
         """
         control = self.grouping.controls[index]
-        bodies = zip(
-            control.bodies, self.grouping.bodies[index], placement.bodies, self.reshardings.bodies[index], strict=True
-        )
-        runs = [
-            _Region(self.compiler, body.graph, grouping, self.mesh, layout, reshardings).run(
-                interface_of(body, control, known)
+        reshardings = self.reshardings.bodies[index]
+        regions = [
+            _Region(self.compiler, body.graph, within, self.mesh, placed, moves)
+            for body, within, placed, moves in zip(
+                control.bodies, self.grouping.bodies[index], placement.bodies, reshardings, strict=True
             )
-            for body, grouping, layout, reshardings in bodies
         ]
+        interfaces = [interface_of(body, control, known) for body in control.bodies]
+        runs = [region.run(interface) for region, interface in zip(regions, interfaces, strict=True)]
         self.inside[index] = max(runs, key=lambda run: run.nbytes)
         ports = (
             body.inputs[p] for body, run in zip(control.bodies, runs, strict=True) for p in _read_first(run.program)
         )
-        return {port: rank for rank, port in enumerate(dict.fromkeys(ports))}
+        ranks = {port: rank for rank, port in enumerate(dict.fromkeys(ports))}
+        (region, *others), (body, *_), program = regions, control.bodies, runs[0].program
+        turned = frozenset(
+            port for port, o in zip(body.outputs, program.outputs, strict=False) if _is_turned(program, o)
+        )
+        if others or not program.pending:
+            return Bodies(ranks, turned=turned)
+        pending = tuple(body.outputs[output] for output in program.pending)
+        first = FirstIteration(body, region.context, region.layout, region.reshardings, interfaces[0], pending)
+        return Bodies(ranks, first.around, turned)
+
+
+def _is_turned(program: DeviceProgram, output: int) -> bool:
+    """Whether a stack of an output lies in another order."""
+    tag = program.operations[output].tag
+    return isinstance(tag, tuple) and cast("tuple[object, ...]", tag)[-1:] == (TURNED,)
 
 
 def _read_first(program: DeviceProgram) -> list[int]:
     """The positions of the inputs that a body reads, in the order in which its outputs come to them."""
     place = post_order(program.operations, program.outputs)
-    read = [position for position, o in enumerate(program.inputs) if place[o] >= 0]
+    inputs = program.inputs[: len(program.inputs) - len(program.pending)]
+    read = [position for position, o in enumerate(inputs) if place[o] >= 0]
     return sorted(read, key=lambda position: place[program.inputs[position]])
 
 

@@ -47,6 +47,7 @@ def model(weights: Weights) -> Callable[..., Temporaries]:
         copies_late=True,
         over_views=True,
         ends_late=not weights.from_hopper,
+        pipelines=True,
         finish=_finished,
     )
     return partial(xla.temporaries, compiler)

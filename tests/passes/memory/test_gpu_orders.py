@@ -6,9 +6,10 @@ import pytest
 
 from passes.memory.gpu_blocks import COLUMN
 from passes.memory.gpu_fusion import fuse
-from passes.memory.gpu_orders import copied
+from passes.memory.gpu_orders import TURNED, copied, in_order
 from passes.memory.gpu_times import COPY
-from passes.memory.operations import Operation, Shape
+from passes.memory.hoisting import HOISTED
+from passes.memory.operations import Operation, Operations, Shape
 from tests.passes.memory.device_programs import operation
 
 HEADS, GROUP, TOKENS, FEATURES = 4, 2, 64, 8
@@ -233,3 +234,24 @@ def test_gathered_features_with_several_readers_lie_in_order() -> None:
     ]
     changed, place = copied(every)
     assert changed[place[5]].tag == ("reduce-sum", (2,))
+
+
+@pytest.mark.parametrize("mask", [HOISTED, "carried"])
+def test_a_stack_lies_as_what_a_product_makes_and_what_comes_from_outside_the_loop_with_it(mask: str) -> None:
+    """Masked scores lie as scores do if the mask is the same in every iteration, and so may lie in any order."""
+    every = attention(GROUP)[:5]
+    scores = every[-1].shape
+    every += [
+        operation("input", shape=scores, tag=(mask, 1)),
+        operation("elementwise", 5, 4, shape=scores, name="select"),
+        operation("update", 6, shape=(0,), tag=("stack", 0)),
+    ]
+    changed, place = copied(every)
+    assert changed[place[7]].tag == (("stack", 0, TURNED) if mask == HOISTED else ("stack", 0))
+
+
+def test_a_loop_reads_a_copy_of_a_stack_that_lies_in_another_order() -> None:
+    operations = Operations()
+    stack = operations.add("input", (), (2, 4, 8), "bfloat16", 0)
+    copy = operations[in_order(operations, stack)]
+    assert (copy.name, copy.operands, copy.shape, copy.dtype) == (COPY, (stack,), (2, 4, 8), "bfloat16")

@@ -6,7 +6,7 @@ import pytest
 
 from passes.ir import Node, TensorType
 from passes.memory.collectives import stepped
-from passes.memory.device_lowering import Context, lower
+from passes.memory.device_lowering import Bodies, Context, lower
 from passes.memory.hoisting import hoisted
 from passes.memory.operations import Operations
 from passes.memory.products import contraction
@@ -55,7 +55,7 @@ def test_operations_alike_in_every_iteration_leave_the_loop() -> None:
 
 def test_a_program_of_one_device_has_its_inputs_and_outputs_on_local_shapes() -> None:
     layout = whole()
-    context = Context(rules=GROUPING.rules, controls={}, mesh=MESH, inside=lambda *_: {})
+    context = Context(rules=GROUPING.rules, controls={}, mesh=MESH, inside=lambda *_: Bodies({}))
     program = lower(GRAPH, context, layout, resharding_plan(GRAPH, layout, RESHARDER))
     given = [program.operations[o].shape for o in program.inputs]
     assert given == [GRAPH.types[v].shape for v in GRAPH.inputs]
