@@ -209,7 +209,7 @@ DEFAULT: Mapping[str, tuple[str, ...]] = {
     "intra_op": ("limit", "skip"),
     "memory": ("limit", "attention"),
     "planners": ("limit", *STAGES),
-    **dict.fromkeys(("layers", "inter_op", "pipeline"), STAGES),
+    **dict.fromkeys(("layers", "transforms", "inter_op", "pipeline"), STAGES),
 }
 """The networks that a room's settings are tried on."""
 

@@ -65,7 +65,7 @@ def _padded(value: int, values: Values) -> list[Part] | None:
     (low, high, between), *others = config
     if min(low, high) < 0 or between or any(map(any, others)) or number_of(zero, values) != 0:
         return None
-    return [(int(low), array)]
+    return _from(int(low), array, values)
 
 
 def _updated(value: int, values: Values) -> list[Part] | None:
@@ -74,7 +74,14 @@ def _updated(value: int, values: Values) -> list[Part] | None:
     start = number_of(first, values)
     if start is None or shape[1:] != part[1:] or number_of(whole, values) != 0:
         return None
-    return [(min(max(int(start), 0), shape[0] - part[0]), array)]
+    return _from(min(max(int(start), 0), shape[0] - part[0]), array, values)
+
+
+def _from(begin: int, array: int, values: Values) -> list[Part]:
+    """An array from an element on: the parts of which it was joined."""
+    maker = values.makers.get(array)
+    inside = _concatenated(array, values) if maker and maker.primitive == "concatenate" else None
+    return [(begin, array)] if inside is None else [(begin + at, part) for at, part in inside]
 
 
 def _concatenated(value: int, values: Values) -> list[Part] | None:

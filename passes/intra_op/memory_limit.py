@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from passes.errors import NoLegalPlanError, OverBudgetError, PlanningError
@@ -187,6 +188,12 @@ def _scaled(problem: ShardingProblem, factor: float) -> ShardingProblem:
     return replace(problem, budgets=tuple(replace(row, limit=factor * row.limit) for row in problem.budgets))
 
 
+def _without(problem: ShardingProblem, choice: Sequence[int], share: float) -> ShardingProblem:
+    """The problem with budgets that rule a choice out: the one that it fills most has this share of what it uses."""
+    fill = max(problem.usage(row, choice) / row.limit for row in problem.budgets)
+    return _scaled(problem, min(fill, 1.0) * share)
+
+
 def seconds_within(
     program: ShardingProblem, resident: Budget, limit: float, options: SolverOptions, cutoff: float, *, close: bool
 ) -> float:
@@ -226,7 +233,7 @@ def tightened(
         if (nbytes := memory.peak(proof.choice).nbytes) <= limit:
             answer = min(proof, answer, key=lambda known: known.objective)
         elif not stated.budgets:  # a hand-made plan has none
-            stated = _scaled(whole, limit / nbytes)
+            stated = _without(whole, proof.choice, limit / nbytes)
         answer = replace(answer, bound=min(bound, answer.objective))
     for _ in range(_FILLINGS if stated.budgets else 0):
         closer = _nearer(stated, answer, options, min(answer.objective, cutoff))
@@ -235,7 +242,7 @@ def tightened(
         if (nbytes := memory.peak(closer.choice).nbytes) <= limit:
             answer = replace(closer, bound=min(bound, closer.objective))
             break
-        stated = _scaled(stated, limit / nbytes)  # rows are estimates, and let too much through
+        stated = _without(stated, closer.choice, limit / nbytes)  # rows are estimates, and let too much through
     is_closed = answer.is_within(options.gap)
     status = answer.status if answer.status == "time limit" else "optimal" if is_closed else "near optimal"
     return replace(answer, status=status, solve_seconds=answer.solve_seconds + time.perf_counter() - start)

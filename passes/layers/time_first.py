@@ -42,7 +42,8 @@ def row_dims(graph: Graph, batch: tuple[int, ...], others: tuple[int, ...] = ())
     along = {c: sum(work.flops for work in works if c in work.kept) for c in choices | heads}
     rows = max(sorted(choices), key=along.__getitem__)
     is_summed = sum(work.flops for work in works if rows in work.summed) > along[rows] / 2  # as features are
-    if is_summed or (rows not in heads and along[rows] < ALMOST * max(map(along.__getitem__, heads), default=0)):
+    is_less = not along[rows] or along[rows] < ALMOST * max(map(along.__getitem__, heads), default=0)
+    if is_summed or (rows not in heads and is_less):
         return {}
     return {i: each.index(rows) for i, each in classes.items() if rows in each}
 

@@ -160,7 +160,8 @@ class LoopDrafts:
         for value in rest:
             added = self._fresh_inside(body.types[value])
             node = sum_of(total, value, added, source=first.source, scope=first.scope)
-            draft.body_nodes.append((("loop", then[0].node), node))
+            adder = body.producers[first.inputs[then[0].operand]]  # the sum that all of them are summands of
+            draft.body_nodes.append((("loop", adder), node))
             total = added
         for made in then:
             node = body.nodes[made.node]
