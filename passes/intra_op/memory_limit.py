@@ -188,7 +188,7 @@ def _scaled(problem: ShardingProblem, factor: float) -> ShardingProblem:
     return replace(problem, budgets=tuple(replace(row, limit=factor * row.limit) for row in problem.budgets))
 
 
-def _without(problem: ShardingProblem, choice: Sequence[int], share: float) -> ShardingProblem:
+def ruled_out(problem: ShardingProblem, choice: Sequence[int], share: float) -> ShardingProblem:
     """The problem with budgets that rule a choice out: the one that it fills most has this share of what it uses."""
     fill = max(problem.usage(row, choice) / row.limit for row in problem.budgets)
     return _scaled(problem, min(fill, 1.0) * share)
@@ -233,7 +233,7 @@ def tightened(
         if (nbytes := memory.peak(proof.choice).nbytes) <= limit:
             answer = min(proof, answer, key=lambda known: known.objective)
         elif not stated.budgets:  # a hand-made plan has none
-            stated = _without(whole, proof.choice, limit / nbytes)
+            stated = ruled_out(whole, proof.choice, limit / nbytes)
         answer = replace(answer, bound=min(bound, answer.objective))
     for _ in range(_FILLINGS if stated.budgets else 0):
         closer = _nearer(stated, answer, options, min(answer.objective, cutoff))
@@ -242,7 +242,7 @@ def tightened(
         if (nbytes := memory.peak(closer.choice).nbytes) <= limit:
             answer = replace(closer, bound=min(bound, closer.objective))
             break
-        stated = _without(stated, closer.choice, limit / nbytes)  # rows are estimates, and let too much through
+        stated = ruled_out(stated, closer.choice, limit / nbytes)  # rows are estimates, and let too much through
     is_closed = answer.is_within(options.gap)
     status = answer.status if answer.status == "time limit" else "optimal" if is_closed else "near optimal"
     return replace(answer, status=status, solve_seconds=answer.solve_seconds + time.perf_counter() - start)

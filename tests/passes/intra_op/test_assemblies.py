@@ -17,7 +17,7 @@ from passes.intra_op.build_problem import remade
 from passes.intra_op.computing import compute_seconds
 from passes.intra_op.flops import product_flops
 from passes.intra_op.memory_budgets import budget, live, resident
-from passes.intra_op.memory_limit import is_infeasible
+from passes.intra_op.memory_limit import is_infeasible, ruled_out
 from passes.intra_op.mesh_memory import MeshMemory
 from passes.intra_op.mesh_problems import MeshProblems, Solved
 from passes.intra_op.offloading import (
@@ -85,6 +85,19 @@ def test_a_budget_rules_out_the_answer_that_it_was_made_for() -> None:
         used = assembly.problem.usage(everything, choice)
         row = budget(assembly.problem, everything, choice, 2 * used, used)
         assert assembly.problem.usage(row, choice) > row.limit
+
+
+@pytest.mark.parametrize("slack", [1.0, 1.5, 8.0])
+def test_budgets_rule_an_answer_out_however_much_they_let_through(slack: float) -> None:
+    """The row that it fills most has the share asked for, and no row is raised."""
+    assembly = assembled()
+    for choice in choices(assembly, 20):
+        rows = [resident(assembly, np.inf), live(assembly, ((3, -1),), np.inf)]
+        used = [assembly.problem.usage(row, choice) for row in rows]
+        budgets = (replace(rows[0], limit=slack * used[0]), replace(rows[1], limit=2 * slack * used[1]))
+        changed = ruled_out(replace(assembly.problem, budgets=budgets), choice, 0.9).budgets
+        assert changed[0].limit == pytest.approx(0.9 * used[0])
+        assert all(after.limit <= 0.9 * before.limit for after, before in zip(changed, budgets, strict=True))
 
 
 def test_live_bytes_at_a_node_are_inputs_and_values_still_read() -> None:
