@@ -186,9 +186,13 @@ class Drafting:
         search.add(shapes)
 
     def _near(self, base: int) -> list[int]:
-        """The numbers of microbatches near `base`, and those with samples; of others a sample is made when it pays."""
+        """The numbers of microbatches near `base`, and those with samples.
+
+        Samples of the others are made, unless the step is large.
+        """
         sampled_counts = [n for n in self.samples if n > 1] or [1]
-        return list(dict.fromkeys((*sampled_counts, *near(self.space.step.counts, base))))
+        counts = dict.fromkeys((*sampled_counts, *near(self.space.step.counts, base)))
+        return [n for n in counts if self.is_large or self.space.has(n)]
 
     def worth(self, search: DraftSearch) -> list[Draft]:
         """The drafts that may have the best plan and may fit: those that fit first, then the fastest.

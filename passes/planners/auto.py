@@ -220,7 +220,8 @@ class Auto:
         if layers < 2:  # it has no batch, or cannot be cut
             return self.choose(step, cluster, context)
         pins.ByName(cast("pins.Pins", self.pins)).check(step.graph)
-        whole, refused = cast("Plan | None", None), cast("PlanningError | None", None)
+        whole: Plan | None = None
+        refused: PlanningError | None = None
         staged: PipelinePlan | None = None
         is_deep = any(any(sample.left_out) for sample in samples.values())
         if not is_deep and not self.stages:
@@ -231,7 +232,8 @@ class Auto:
             if context.is_interrupted:
                 return _or_raise(whole, refused)
         best_seconds, cutoff = (whole.step_seconds, whole.step_seconds) if whole else (None, math.inf)
-        staging = self._staging(cluster, step, samples, layers, context.part("stages", best=lambda _: best_seconds))
+        part = context.part("stages", best=lambda _: best_seconds)
+        staging = self._staging(cluster, step, samples, layers, part)
         with context.ending_early():
             try:
                 staged = staging.run(cutoff)
@@ -264,14 +266,9 @@ class Auto:
             pinned=pins.ByName(cast("pins.Pins", self.pins)) if self.pins else None,
             counts=(self.stages,) if self.stages else (),
         )
+        begin, weigh = partial(StagedSearch, options=options), weigh_on(cluster)
         return StagedVariants(
-            step=step,
-            samples=samples,
-            stages=self.pieces,
-            layers=layers,
-            weigh=weigh_on(cluster),
-            begin=partial(StagedSearch, options=options),
-            context=context,
+            step=step, samples=samples, stages=self.pieces, layers=layers, weigh=weigh, begin=begin, context=context
         )
 
     def _laid_out(self, cluster: Cluster, n_devices: int) -> list[Mesh]:

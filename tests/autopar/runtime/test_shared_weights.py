@@ -14,7 +14,7 @@ import autopar
 from autopar import Megatron, Pipeline
 from tests.sample import slow
 
-ROWS, TOKENS, WIDTH, WORDS, LAYERS = 16, 4, 8, 64, 4
+ROWS, TOKENS, WIDTH, WORDS, LAYERS = 16, 4, 8, 16, 4
 
 
 def cast_once(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
@@ -73,8 +73,7 @@ def test_stages_hand_on_activations_alone_and_take_jits_step(planner: Any, loss:
         wanted, (got, plan) = jax.jit(step)(*given), (parallel(*given), parallel.plan(*given))
     is_narrow = loss is cast_once
     activations = ROWS // plan.microbatches * TOKENS * WIDTH * (2 if is_narrow else 8)
-    # Forward one, or two within a residual sum, and back one; a sum of the embedding's gradient would be four or more.
-    assert max(plan.sent_nbytes) <= 3 * activations
+    assert max(plan.sent_nbytes) <= 2 * activations
     assert not any(c.count > 1 and c.nbytes >= WORDS * WIDTH for stage in plan.stages for c in stage.collectives)
     tolerance = 2e-2 if is_narrow else 1e-10
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, wanted)
